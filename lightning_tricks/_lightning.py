@@ -1,0 +1,142 @@
+"""Every private or undocumented name of Lightning that this package touches, one small function each.
+
+Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue number stands beside it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+__all__ = [
+    "MisconfigurationException",
+    "add_scheduler",
+    "callbacks_of",
+    "hook_name",
+    "is_fast_dev_run",
+    "is_logging_step",
+    "loader_keeps_no_state",
+    "loss_scaler",
+    "module_overrides",
+    "remove_scheduler",
+    "restart_train_iterator",
+    "resumes_at_epoch_edge",
+    "resumes_inside_epoch",
+    "schedulers_of",
+    "set_callbacks",
+    "train_batches_per_epoch",
+    "unscales_by_itself",
+    "unsupported_strategy",
+]
+
+
+def is_logging_step(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer writes what is logged on this batch (`log_every_n_steps`) to its loggers."""
+    return bool(trainer._logger_connector.should_update_logs) or is_fast_dev_run(trainer)
+
+
+def is_fast_dev_run(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer only tries a few batches out."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+    """The Trainer's callbacks, in the order in which it calls them."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
+def set_callbacks(trainer: pl.Trainer, callbacks: list[Callback]) -> None:
+    """Replace the Trainer's callbacks: a new list, since Lightning may be walking the old one."""
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def module_overrides(hook: str, module: pl.LightningModule) -> bool:
+    """Whether the module, or a base of it that is the user's, defines a hook of LightningModule itself."""
+    return bool(is_overridden(hook, module))
+
+
+@contextmanager
+def hook_name(module: pl.LightningModule, name: str) -> Iterator[None]:
+    """Let `module.log` act as if it were called from the hook `name`."""
+    before = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def loss_scaler(trainer: pl.Trainer) -> Any:
+    """The enabled `torch.amp.GradScaler` of the Trainer's precision plugin, None where there is none."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def unscales_by_itself(optimizer: Optimizer) -> bool:
+    """Whether the optimizer (a fused one) takes scaled gradients, so that Lightning does not unscale before hooks."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def unsupported_strategy(trainer: pl.Trainer) -> str | None:
+    """Why the Trainer's strategy cannot be right with the tricks, None where it can."""
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return "DeepSpeed steps, scales, clips and accumulates inside of its own engine"
+    if isinstance(trainer.strategy, FSDPStrategy):
+        return "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235)"
+    if "XLA" in type(trainer.strategy).__name__:
+        return "nothing of this package was run on XLA"
+    return None
+
+
+def schedulers_of(trainer: pl.Trainer) -> list[LRSchedulerConfig]:
+    """The learning-rate schedulers that the Trainer steps and saves."""
+    return trainer.strategy.lr_scheduler_configs
+
+
+def add_scheduler(trainer: pl.Trainer, scheduler: Any, name: str | None = None) -> None:
+    """Let the Trainer step, save and show a scheduler that no `configure_optimizers` returned."""
+    trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(scheduler, name=name, interval="step"))
+
+
+def remove_scheduler(trainer: pl.Trainer, scheduler: Any) -> None:
+    """Undo `add_scheduler`."""
+    configs = trainer.strategy.lr_scheduler_configs
+    configs[:] = [config for config in configs if config.scheduler is not scheduler]
+
+
+def train_batches_per_epoch(trainer: pl.Trainer) -> float:
+    """Batches a rank sees in one epoch, inf where the loader has no length. Sets the training data up if need be."""
+    trainer.fit_loop.setup_data()
+    return trainer.num_training_batches
+
+
+def resumes_inside_epoch(trainer: pl.Trainer) -> bool:
+    """Whether this run goes on in the middle of an epoch. To be asked in `on_train_start`."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return trainer.fit_loop.restarting and not progress.is_last_batch and progress.current.ready > 0
+
+
+def resumes_at_epoch_edge(trainer: pl.Trainer) -> bool:
+    """Whether this run goes on where an epoch had ended. To be asked in `on_train_start`."""
+    return bool(trainer.fit_loop.is_resuming or trainer.fit_loop.restarting) and not resumes_inside_epoch(trainer)
+
+
+def loader_keeps_no_state(trainer: pl.Trainer) -> bool:
+    """Whether a training loader lacks `state_dict` and `load_state_dict`, so that its position is not saved."""
+    loader = trainer.fit_loop._combined_loader
+    stateful: Callable[[Any], bool] = lambda one: hasattr(one, "state_dict") and hasattr(one, "load_state_dict")  # noqa: E731
+    return loader is not None and not all(stateful(one) for one in loader.flattened)
+
+
+def restart_train_iterator(trainer: pl.Trainer) -> None:
+    """Draw a new order of the training data, as Lightning does at an epoch's start but not after a resume."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        iter(fetcher)

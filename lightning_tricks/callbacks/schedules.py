@@ -1,0 +1,302 @@
+"""Learning-rate schedules as callbacks. They follow the applied steps of the ledger, whoever skips the others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from lightning_tricks._lightning import (
+    MisconfigurationException,
+    add_scheduler,
+    is_fast_dev_run,
+    remove_scheduler,
+    schedulers_of,
+)
+from lightning_tricks._validation import check_indices, check_int, check_number, refuse_missing_optimizers
+from lightning_tricks.composition import OptimizerLedger, OptimizerStep, Summary, Touches, Trick, step_ledger
+from lightning_tricks.composition.horizon import optimizer_steps_of_run
+from lightning_tricks.functional.schedules import even_start_factor, resolve_duration, warmup_cosine
+
+__all__ = ["WarmupCosineScheduler"]
+
+
+class WarmupCosineScheduler(Trick):
+    """Raise the learning rate linearly over a warmup, then lower it along half a cosine until the end of the run.
+
+    The rate is a closed form of the applied steps: a step that a loss scaler or a guard left out does not move it, a
+    resumed run goes on where it was, and one that is resumed with a longer horizon follows the longer run's curve from
+    there. Parameter groups keep their ratios. LearningRateMonitor sees it as ``lr-<optimizer>``.
+
+    Args:
+        warmup: an int is a number of steps, a float in [0, 1) a fraction of the run. A run that is resumed with another
+            horizon keeps the number of steps that a fraction gave at first, so that the rate never climbs again.
+        min_lr_ratio: the rate at the end, as a share of each group's own, in [0, 1].
+        min_lr: the rate at the end, the same for all groups; replaces `min_lr_ratio`.
+        start_factor: the share of the rate at step 0, in [0, 1]. None: even steps whose first one is above zero,
+            1 / (warmup + 1).
+        total_steps: applied steps until the end of the curve; a mapping gives each optimizer its own. None: from the
+            Trainer. Manual optimization must give it, since only the module knows when it steps.
+        optimizers: indices of the optimizers to schedule; None for all.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the warmup is longer than the run, an
+            optimizer does not exist (both at the start of fit).
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        A few Python floats a step. Under a fused optimizer with a loss scaler one scalar read a step, at the start of
+        the next batch.
+
+    Reference:
+        Goyal et al. (2017), arXiv:1706.02677; Loshchilov, Hutter (2017), arXiv:1608.03983.
+
+    Example:
+        >>> from lightning_tricks import WarmupCosineScheduler
+        >>> schedule = WarmupCosineScheduler(1000, min_lr=1e-6)
+    """
+
+    touches = Touches.HYPERPARAMETERS
+    job = "set the learning rate"
+    buys = "warmup and cosine decay over the steps that were really taken"
+    costs = "nothing to speak of"
+
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        *,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        if isinstance(warmup, int):
+            self.warmup: int | float = check_int("warmup", warmup, minimum=0)
+        else:
+            self.warmup = check_number("warmup", warmup)
+            if warmup >= 1:
+                raise ValueError(f"expected `warmup` to be an int or a fraction of the run below 1.0, got {warmup!r}")
+        self.min_lr_ratio = check_number("min_lr_ratio", min_lr_ratio, maximum=1.0)
+        self.min_lr = None if min_lr is None else check_number("min_lr", min_lr)
+        self.start_factor = None if start_factor is None else check_number("start_factor", start_factor, maximum=1.0)
+        for one in total_steps.values() if isinstance(total_steps, Mapping) else [total_steps]:
+            if one is not None:
+                check_int("total_steps", one, minimum=1)
+        self._scope = None if optimizers is None else check_indices("optimizers", optimizers)
+        self.total_steps = total_steps
+        self.optimizers = optimizers
+        self.reset()
+
+    @property
+    @override
+    def scope(self) -> frozenset[int] | None:
+        return self._scope
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._scoped_state_key(optimizers=sorted(self._scope or ()))
+
+    @override
+    def reset(self) -> None:
+        self._schedulers: dict[int, _FollowsLedger] = {}
+        self._saved: dict[int, dict[str, Any]] = {}
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        refuse_missing_optimizers("optimizers", self._scope, len(trainer.optimizers))
+        if isinstance(self.total_steps, Mapping):
+            refuse_missing_optimizers("total_steps", self.total_steps, len(trainer.optimizers))
+        indices = sorted(self._scope) if self._scope is not None else range(len(trainer.optimizers))
+        self._refuse_other_schedulers(trainer, pl_module, [trainer.optimizers[index] for index in indices])
+        for index in indices:
+            total = self._total_steps_of(index, trainer, pl_module)
+            warmup = self._resolve_warmup(total, trainer)
+            scheduler = _FollowsLedger(self, trainer.optimizers[index], step_ledger(trainer)[index], warmup, total)
+            scheduler.check()  # refuse now what would fail once state is loaded
+            self._schedulers[index] = scheduler
+            add_scheduler(trainer, scheduler)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for index, scheduler in self._schedulers.items():
+            scheduler.ledger = step_ledger(trainer)[index]
+            scheduler.warmup_steps = self._warmup_on_resume(index, scheduler.total_steps, trainer)
+            scheduler.begin()
+
+    def _total_steps_of(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> int:
+        given = self.total_steps.get(index) if isinstance(self.total_steps, Mapping) else self.total_steps
+        if given is not None:
+            return given
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__} cannot know how often {type(module).__name__} steps optimizer {index}, since "
+                "it optimizes manually: pass total_steps=..., an int or a mapping by optimizer index"
+            )
+        return optimizer_steps_of_run(trainer)
+
+    def _resolve_warmup(self, total_steps: int, trainer: pl.Trainer) -> int:
+        steps = resolve_duration(self.warmup, total_steps)
+        if steps > total_steps and is_fast_dev_run(trainer):
+            return total_steps
+        if steps > total_steps:
+            raise ValueError(
+                f"expected `warmup` to be no longer than the run, got warmup={self.warmup} and total_steps="
+                f"{total_steps}: shorten the warmup, give a fraction of the run, or train longer"
+            )
+        return steps
+
+    def _warmup_on_resume(self, index: int, total_steps: int, trainer: pl.Trainer) -> int:
+        saved = self._saved.get(index, {})
+        if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total_steps:
+            return int(saved["warmup_steps"])
+        return self._resolve_warmup(total_steps, trainer)
+
+    def _refuse_other_schedulers(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]
+    ) -> None:
+        for config in schedulers_of(trainer):
+            if any(config.scheduler.optimizer is optimizer for optimizer in optimizers):
+                raise MisconfigurationException(
+                    f"{type(self).__name__} and {type(config.scheduler).__name__}, which "
+                    f"{type(module).__name__}.configure_optimizers returns, would both {self.job}: return the "
+                    f"optimizer alone, or drop {type(self).__name__} from Trainer(callbacks=...)"
+                )
+
+    @override
+    def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
+        if step.index in self._schedulers:
+            self._schedulers[step.index].step()
+
+    @override
+    def before_batch(self, trainer: pl.Trainer) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.catch_up()
+
+    def lr_at(self, step: int, base_lr: float, *, warmup_steps: int, total_steps: int) -> float:
+        """Return the learning rate for the step after `step` applied ones.
+
+        Args:
+            step: applied steps so far, 0 or more.
+            base_lr: the group's own rate, at the top of the curve.
+            warmup_steps: length of the warmup.
+            total_steps: length of the curve.
+
+        Raises:
+            ValueError: `min_lr` is above the group's own rate.
+        """
+        if base_lr == 0.0:  # a group that is frozen by its rate stays so
+            return 0.0
+        if self.min_lr is not None and self.min_lr > base_lr:
+            raise ValueError(f"expected `min_lr` to be at most the learning rate {base_lr}, got {self.min_lr}")
+        ratio = self.min_lr_ratio if self.min_lr is None else self.min_lr / base_lr
+        start = even_start_factor(warmup_steps) if self.start_factor is None else self.start_factor
+        return base_lr * warmup_cosine(
+            step, warmup_steps=warmup_steps, total_steps=total_steps, start_factor=start, min_ratio=ratio
+        )
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._detach(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._detach(trainer)
+
+    def _detach(self, trainer: pl.Trainer) -> None:
+        self._saved = {index: one.state() for index, one in self._schedulers.items()} or self._saved
+        for scheduler in self._schedulers.values():
+            remove_scheduler(trainer, scheduler)
+        self._schedulers.clear()
+
+    @override
+    def summary(self, trainer: pl.Trainer) -> Summary:
+        curves = [
+            f"optimizer {index}: {one.warmup_steps} steps of warmup, {one.total_steps} in all, "
+            f"{one.ledger.applied} applied, {len(one.optimizer.param_groups)} group(s)"
+            for index, one in self._schedulers.items()
+        ]
+        return Summary("\n".join(curves))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        states = {index: one.state() for index, one in self._schedulers.items()} or self._saved
+        return {"warmups": states} if states else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict["warmups"])
+
+
+class _FollowsLedger(LRScheduler):
+    """What the Trainer sees of a schedule: a scheduler whose `step` sets the rate that the ledger calls for.
+
+    Calling it twice changes nothing, whoever does. The base class's constructor is left out on purpose: it patches the
+    optimizer's `step` and takes a first step.
+    """
+
+    def __init__(
+        self,
+        curve: WarmupCosineScheduler,
+        optimizer: Optimizer,
+        ledger: OptimizerLedger,
+        warmup_steps: int,
+        total_steps: int,
+    ) -> None:
+        self.curve = curve
+        self.optimizer = optimizer
+        self.ledger = ledger
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+        self.last_epoch = 0
+
+    def check(self) -> None:
+        """Raise what computing the first rates raises."""
+        for group in self.optimizer.param_groups:
+            self._lr(0, float(group["lr"]))
+
+    def begin(self) -> None:
+        """Take each group's own rate as the top of its curve, and set the rate for the first step."""
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Set the rate for the next step. Synchronises where only the device knows the last step's verdict."""
+        self.last_epoch = self.ledger.applied
+        for group in self.optimizer.param_groups:
+            base = group.setdefault("initial_lr", float(group["lr"]))  # a group may be added while training
+            lr = self._lr(self.last_epoch, base)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    @override
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rate for the next step if that costs no synchronisation now; else it is set before the next batch."""
+        if self.ledger.known_on_host:
+            self.catch_up()
+
+    def state(self) -> dict[str, Any]:
+        """What a resume with another horizon has to know."""
+        return {"warmup": self.curve.warmup, "warmup_steps": self.warmup_steps}
+
+    @override
+    def get_last_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # the position is the ledger's, the rest the callback's
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing, whatever scheduler wrote it."""
+
+    def _lr(self, step: int, base_lr: float) -> float:
+        return self.curve.lr_at(step, base_lr, warmup_steps=self.warmup_steps, total_steps=self.total_steps)

@@ -1,0 +1,293 @@
+"""The conductor: one callback of ours in each Trainer that lists a trick, put there by the first trick.
+
+It stands first in the list. It keeps the ledger, runs the tricks in the order of what they touch, logs for them, and
+undoes whatever was changed, also after an exception, which Lightning tells callbacks about without tearing them down.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks._lightning import (
+    callbacks_of,
+    hook_name,
+    is_logging_step,
+    loss_scaler,
+    module_overrides,
+    set_callbacks,
+)
+from lightning_tricks.composition.conflicts import refuse_conflicts, refuse_other_package
+from lightning_tricks.composition.ledger import StepLedger
+from lightning_tricks.composition.report import print_table
+from lightning_tricks.composition.step import OptimizerStep
+from lightning_tricks.composition.trick import Trick
+from lightning_tricks.functional.patching import Removable, patch_
+
+__all__ = ["Conductor", "compose", "current_step", "step_ledger"]
+
+
+def compose(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+    """Put a conductor in front of the Trainer's callbacks, unless there is one. Called by every trick's `setup`.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+        stage: Lightning's: "fit", "validate", "test" or "predict".
+    """
+    refuse_other_package(trainer)
+    if _find(trainer) is None:
+        conductor = Conductor()
+        set_callbacks(trainer, [conductor, *callbacks_of(trainer)])
+        conductor.setup(trainer, module, stage)  # Lightning is walking the old list
+
+
+def step_ledger(trainer: pl.Trainer) -> StepLedger:
+    """Return the verdicts of the Trainer's optimizer steps: ``step_ledger(trainer)[i]`` is optimizer i's.
+
+    Reading may synchronise with the device; keeping the ledger does not.
+
+    Args:
+        trainer: a Trainer with at least one callback of this package, from the start of its fit on.
+
+    Returns:
+        A sequence of ledgers with the integers `applied`, `skipped_overflow`, `skipped_guard`, `skipped_empty`, and
+        `last`, the last verdict's name or None.
+
+    Raises:
+        RuntimeError: no trick is listed, or no fit has begun.
+    """
+    conductor = _find(trainer)
+    if conductor is None or not len(conductor.ledger):
+        raise RuntimeError(
+            "this Trainer keeps no ledger of steps yet: list a callback of lightning_tricks in Trainer(callbacks=...) "
+            "(LossScaleMonitor changes nothing), and read it from the start of fit on"
+        )
+    return conductor.ledger
+
+
+def current_step(trainer: pl.Trainer, optimizer: Optimizer) -> OptimizerStep:
+    """Return the step that `optimizer` is taking. For use in `on_before_optimizer_step`.
+
+    Args:
+        trainer: the Trainer.
+        optimizer: what the hook was given.
+
+    Raises:
+        RuntimeError: no such step runs.
+    """
+    conductor = _find(trainer)
+    if conductor is None or conductor.step is None or conductor.step.optimizer is not optimizer:
+        raise RuntimeError(f"{type(optimizer).__name__} is not taking a step now: ask in on_before_optimizer_step")
+    return conductor.step
+
+
+class Conductor(Callback):
+    """Keeps the ledger and runs the tricks. Nobody lists it: the first trick does.
+
+    Attributes:
+        ledger: the verdicts of the run.
+        tricks: the Trainer's tricks, in the order in which they run.
+        step: the optimizer step that is being taken, None between steps.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = StepLedger()
+        self.tricks: list[Trick] = []
+        self.step: OptimizerStep | None = None
+        self._undo: list[Removable] = []
+        self._stepped: set[int] = set()
+        self._window_has_loss = False
+        self._batch_has_loss = False
+        self._steps_without_ledger = 0
+
+    @property
+    def state_key(self) -> str:
+        """The ledger's key among the callbacks' states of a checkpoint."""
+        return "lightning_tricks.StepLedger"
+
+    # Before the run
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Order the tricks, refuse conflicts, and arrange for the module to be edited once it is complete."""
+        set_callbacks(trainer, _in_order(callbacks_of(trainer)))
+        self.tricks = [callback for callback in callbacks_of(trainer) if isinstance(callback, Trick)]
+        if stage != "fit":
+            return
+        self.undo()
+        self._steps_without_ledger = 0
+        refuse_conflicts(self.tricks, trainer, pl_module)
+        if trainer.global_step == 0:
+            self.ledger.clear()
+            for trick in self.tricks:
+                trick.reset()
+        # The user's module is complete after its `configure_model`, or, without one, after its own `setup`.
+        last = "configure_model" if module_overrides("configure_model", pl_module) else "setup"
+        build = getattr(pl_module, last)
+        self._undo.append(patch_(pl_module, last, functools.partial(_build_then_edit, self, pl_module, build)))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open the ledger and begin to watch the optimizers."""
+        self.ledger.open(len(trainer.optimizers))
+        strategy = trainer.strategy
+        watched = functools.partial(_watched_optimizer_step, self, trainer, strategy.optimizer_step)
+        self._undo.append(patch_(strategy, "optimizer_step", watched))
+        for optimizer in trainer.optimizers:
+            self._undo.append(optimizer.register_step_pre_hook(functools.partial(_on_torch_step, self)))
+            self._undo.append(optimizer.register_step_post_hook(functools.partial(_on_torch_stepped, self)))
+        self._stepped.clear()
+        self._window_has_loss = self._batch_has_loss = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the table, with all state loaded."""
+        if self._steps_without_ledger:
+            self.ledger.assume_applied(self._steps_without_ledger, len(trainer.optimizers))
+            self._steps_without_ledger = 0
+        self.ledger.open(len(trainer.optimizers))
+        print_table(trainer, self.tricks)
+
+    # Each batch
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Begin to look for a loss."""
+        self._batch_has_loss = False
+        for trick in self.tricks:
+            trick.before_batch(trainer)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Note that this window has a loss."""
+        self._window_has_loss = self._batch_has_loss = True
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Make the gradients ready for the tricks."""
+        if self.step is not None:
+            # In manual optimization several losses may stand for one optimizer: its gradients tell.
+            self.step.prepare(has_loss=self._window_has_loss or not pl_module.automatic_optimization)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Log for all tricks, if the Trainer logs this batch and an optimizer stepped in it."""
+        if self._stepped and is_logging_step(trainer):
+            values: dict[str, float | Tensor] = {
+                "step/applied": float(sum(ledger.applied for ledger in self.ledger)),
+                "step/skipped": float(sum(ledger.skipped for ledger in self.ledger)),
+            }
+            for trick in self.tricks:
+                values.update(trick.metrics(trainer, self._stepped))
+            with hook_name(pl_module, "on_train_batch_end"):
+                for key, value in values.items():
+                    pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
+        self._stepped.clear()
+
+    def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> OptimizerStep:
+        """Begin to watch a step."""
+        index = next(i for i, one in enumerate(trainer.optimizers) if one is optimizer)
+        self.step = OptimizerStep(index, optimizer, loss_scaler(trainer))
+        return self.step
+
+    def end_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Settle the step's verdict and tell the tricks."""
+        step, self.step = self.step, None
+        assert step is not None
+        step.settle(self.ledger[step.index], self._batch_has_loss or not module.automatic_optimization)
+        self._window_has_loss = False
+        self._stepped.add(step.index)
+        for trick in self.tricks:
+            trick.after_step(trainer, module, step)
+
+    # After the run
+
+    def undo(self) -> None:
+        """Take back every change of the module, the strategy and the optimizers, the last one first."""
+        if self.step is not None:
+            self.step.abandon()
+            self.step = None
+        while self._undo:
+            self._undo.pop().remove()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Undo."""
+        self.undo()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Undo: Lightning does not call `teardown` on exceptions."""
+        self.undo()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger is part of the checkpoint."""
+        return self.ledger.state_dict() if len(self.ledger) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the ledger over."""
+        self.ledger.load_state_dict(state_dict)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Stand in for the ledger of a run that had none of our tricks."""
+        if self.state_key not in checkpoint.get("callbacks", {}):
+            self._steps_without_ledger = int(checkpoint.get("global_step", 0))
+
+    def edit(self, module: pl.LightningModule) -> None:
+        """Let each trick edit the module."""
+        for trick in self.tricks:
+            handle = trick.edit(module)
+            if handle is not None:
+                self._undo.append(handle)
+
+
+def _find(trainer: pl.Trainer) -> Conductor | None:
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, Conductor)), None)
+
+
+def _in_order(callbacks: list[Callback]) -> list[Callback]:
+    """The conductor first; the tricks in the order of what they touch, in the places that tricks had in the list."""
+    conductor = [callback for callback in callbacks if isinstance(callback, Conductor)]
+    tricks = sorted((callback for callback in callbacks if isinstance(callback, Trick)), key=lambda one: one.touches)
+    rest = iter(tricks)
+    others = [
+        next(rest) if isinstance(callback, Trick) else callback
+        for callback in callbacks
+        if not isinstance(callback, Conductor)
+    ]
+    return [*conductor, *others]
+
+
+# Functions of the module, not closures: they end up inside of objects that get pickled and copied.
+
+
+def _build_then_edit(
+    conductor: Conductor, module: pl.LightningModule, build: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    output = build(*args, **kwargs)
+    conductor._undo.pop().remove()  # this patch itself: once is enough
+    conductor.edit(module)
+    return output
+
+
+def _watched_optimizer_step(
+    conductor: Conductor, trainer: pl.Trainer, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> Any:
+    if _find(trainer) is not conductor:  # the learning-rate finder runs trial steps with callbacks of its own
+        return step(optimizer, *args, **kwargs)
+    conductor.begin_step(trainer, optimizer)
+    output = step(optimizer, *args, **kwargs)
+    conductor.end_step(trainer, trainer.lightning_module)
+    return output
+
+
+def _on_torch_step(conductor: Conductor, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if conductor.step is not None and conductor.step.optimizer is optimizer:
+        conductor.step.on_step()
+
+
+def _on_torch_stepped(conductor: Conductor, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if conductor.step is not None and conductor.step.optimizer is optimizer:
+        conductor.step.on_stepped()

@@ -1,0 +1,168 @@
+"""One optimizer step under observation, from the first look at its gradients to its verdict.
+
+How a step is left out depends on the optimizer. A plain one is asked to step without gradients, which every torch
+optimizer does by touching neither weights nor moments; that needs the host to know, one scalar read. A fused one reads
+``found_inf`` on the device inside of its kernel, the way the loss scaler uses it, so that nobody has to wait.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_tricks._lightning import unscales_by_itself
+from lightning_tricks.composition.ledger import OptimizerLedger, Verdict
+
+__all__ = ["OptimizerStep"]
+
+
+class OptimizerStep:
+    """What tricks see of the step that is being taken, and the way to veto it.
+
+    Args:
+        index: the optimizer's index in ``trainer.optimizers``.
+        optimizer: the torch optimizer.
+        scaler: the loss scaler in use, None without one.
+
+    Attributes:
+        verdict: None while the step runs; afterwards its verdict, or None still where only the device knows it.
+    """
+
+    def __init__(self, index: int, optimizer: Optimizer, scaler: Any) -> None:
+        self.index = index
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.verdict: Verdict | None = None
+        self._fused = unscales_by_itself(optimizer)
+        self._moved = False
+        self._empty = False
+        self._vetoed_on_host = False
+        self._veto: Tensor | None = None
+        self._overflow: Tensor | None = None
+
+    # For tricks, while the step runs
+
+    def parameters(self) -> list[Tensor]:
+        """Return the optimizer's parameters that have a gradient, unscaled; none once the step is vetoed."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of `parameters`."""
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def veto(self, flag: bool | Tensor) -> bool:
+        """Leave the step out where `flag` is true: the weights, the moments and the schedules stay as they are.
+
+        Args:
+            flag: a bool, or a scalar tensor that is true or above zero; the same on every rank.
+
+        Returns:
+            True if the step is known to be left out. False too where only the device knows: a fused optimizer.
+        """
+        if isinstance(flag, Tensor) and self._fused and not _momentum_is_unset(self.optimizer):
+            flag = flag.float()
+            self._veto = flag if self._veto is None else torch.maximum(self._veto, flag)
+            if self.scaler is None:
+                self.optimizer.found_inf = self._veto  # type: ignore[attr-defined]
+            return False
+        if bool(flag):
+            self._vetoed_on_host = True
+            self._drop_gradients()
+        return self._vetoed_on_host
+
+    # For the verdict's readers, once it has ended
+
+    @property
+    def applied(self) -> bool | Tensor:
+        """Whether the optimizer moved: a bool, or a 0/1 tensor where only the device knows."""
+        if self.verdict is not None:
+            return self.verdict == "applied"
+        overflow, veto = self._device_flags()
+        return ((overflow <= 0) & (veto <= 0)).float()
+
+    @property
+    def overflowed(self) -> bool | Tensor:
+        """Whether the loss scaler left the step out: a bool, or a 0/1 tensor where only the device knows."""
+        if self.verdict is not None:
+            return self.verdict == "skipped_overflow"
+        return (self._device_flags()[0] > 0).long()
+
+    # For the conductor
+
+    def prepare(self, has_loss: bool) -> None:
+        """Unscale a fused optimizer's gradients, and leave the step out if there was no loss to step on."""
+        if not has_loss or not self.parameters():
+            self._empty = True
+            self._drop_gradients()
+        elif self._fused and self.scaler is not None:
+            # Lightning unscales for all but fused optimizers, whose gradients would be seen, and clipped, scaled.
+            self.scaler.unscale_(self.optimizer)
+
+    def on_step(self) -> None:
+        """Combine the scaler's verdict with a veto; called as a torch hook right before the optimizer's own code."""
+        overflow = getattr(self.optimizer, "found_inf", None) if self.scaler is not None else None
+        if overflow is None:  # no scaler: this comes before the closure, and `veto` sets the flag itself
+            return
+        self._overflow = torch.as_tensor(overflow)
+        if _momentum_is_unset(self.optimizer):
+            if bool(self._overflow > 0):
+                self._drop_gradients()
+        elif self._veto is not None:
+            self.optimizer.found_inf = torch.maximum(self._overflow, self._veto)  # type: ignore[attr-defined]
+
+    def on_stepped(self) -> None:
+        """Note that the optimizer's own code ran; called as a torch hook."""
+        self._moved = True
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Take the flag of a veto back off the optimizer."""
+        if self.scaler is None and self._veto is not None:
+            vars(self.optimizer).pop("found_inf", None)
+
+    def settle(self, ledger: OptimizerLedger, had_loss_now: bool) -> None:
+        """Give the verdict to the ledger.
+
+        Args:
+            ledger: the optimizer's.
+            had_loss_now: whether the last micro-batch of the window gave a loss.
+        """
+        if self._empty:
+            self.verdict = "skipped_empty"
+        elif not self._moved and self.scaler is not None:
+            # Under a scaler Lightning does not step when the window's last micro-batch gives no loss.
+            self.verdict = "skipped_overflow" if had_loss_now else "skipped_empty"
+        elif self._vetoed_on_host:
+            self.verdict = "skipped_guard"
+        elif self._overflow is None and self._veto is None:
+            self.verdict = "applied"
+        if self.verdict is None:
+            ledger.count_on_device(*self._device_flags())
+        else:
+            ledger.count(self.verdict)
+
+    def _device_flags(self) -> tuple[Tensor, Tensor]:
+        known = self._overflow if self._overflow is not None else self._veto
+        assert known is not None
+        overflow = self._overflow if self._overflow is not None else torch.zeros_like(known)
+        veto = self._veto if self._veto is not None else torch.zeros_like(known)
+        return overflow, veto.to(overflow.device)
+
+    def _drop_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _momentum_is_unset(optimizer: Optimizer) -> bool:
+    """Whether a fused SGD has yet to set its momentum: skipped on the device it would keep uninitialised memory.
+
+    Seen in torch 2.13: the buffer is allocated before the kernel returns early, and taken as filled at the next step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        group["momentum"] != 0 and any(optimizer.state[p].get("momentum_buffer") is None for p in group["params"][:1])
+        for group in optimizer.param_groups
+    )

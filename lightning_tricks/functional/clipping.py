@@ -1,0 +1,259 @@
+"""Gradient clipping by global norm and by value, on plain tensors and on shards.
+
+Clipping by norm scales all gradients by one number, so that their joint norm is at most a threshold and their
+direction stays; clipping by value clamps each element alone, which bends the direction.
+
+Formula:
+    norm = (sum over all elements of |g|^p)^(1/p)
+    g <- min(1, max_norm / (norm + 1e-6)) * g
+
+Reference:
+    Pascanu, Mikolov, Bengio (2013), "On the difficulty of training recurrent neural networks", arXiv:1211.5063,
+    algorithm 1. The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`.
+
+Differs:
+    From torch's functions in three points. Gradients of several meshes, and DTensors beside plain tensors, may be
+    mixed (pytorch#180346). Norms of half-precision gradients are summed and returned in float32 (a float16 norm
+    overflows at 65504, a bfloat16 one carries three digits). The norm comes back as a full plain tensor on every rank.
+
+Cost:
+    One read of the gradients for the norm, one read and write for the scaling; one scalar all-reduce for each mesh
+    that gradients are sharded on. No host synchronisation.
+
+Sharding:
+    Each rank reduces its own shard; the partial sums are summed over the mesh axes that shard, and only over those.
+    Scaling and clamping are elementwise and touch the local shard alone.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+__all__ = [
+    "clip_by_norm_",
+    "clip_by_value_",
+    "clip_coefficient",
+    "count_exceeding",
+    "gradient_norm",
+    "nonfinite_names",
+]
+
+_EPSILON = 1e-6
+
+# Where a shard lives: its mesh and, for each axis of it, whether the axis holds different parts. None: a plain tensor.
+_Placement = tuple[Any, tuple[bool, ...]] | None
+
+
+def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Compute the p-norm of all gradients together, as if they were one vector.
+
+    Args:
+        gradients: tensors of any shape, floating dtype and device; plain, DTensor, or both.
+        norm_type: p, positive; `math.inf` for the largest absolute value.
+
+    Returns:
+        A scalar, the same on every rank: float64 if any gradient is, else float32; on the first gradient's device.
+        Zero for an empty sequence.
+
+    Raises:
+        ValueError: a gradient is sparse.
+
+    Example:
+        >>> gradient_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+    """
+    if not gradients:
+        return torch.zeros(())
+    device = gradients[0].device
+    norms = []
+    for placement, members in _by_placement(gradients).items():
+        norm = _local_norm(members, norm_type).to(device)
+        norms.append(_across_shards(norm, placement, norm_type))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)), the factor that clipping by norm scales gradients with.
+
+    Args:
+        norm: the norm before clipping, a scalar.
+        max_norm: the threshold, not negative; `math.inf` gives 1.
+
+    Returns:
+        A scalar in [0, 1] of the norm's dtype and device; nan where the norm is nan.
+
+    Example:
+        >>> clip_coefficient(torch.tensor(2.0), max_norm=1.0)
+        tensor(0.5000)
+    """
+    if math.isinf(max_norm):
+        return torch.ones_like(norm)
+    return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+
+def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> Tensor:
+    """Scale the gradients in place so that their norm is at most `max_norm`.
+
+    Args:
+        gradients: as for `gradient_norm`.
+        max_norm: the threshold, not negative; `math.inf` changes nothing.
+        norm: the norm that `gradient_norm` gave for the same gradients.
+
+    Returns:
+        The factor applied, a scalar in [0, 1].
+
+    Example:
+        >>> gradients = [torch.tensor([3.0, 4.0])]
+        >>> coefficient = clip_by_norm_(gradients, max_norm=1.0, norm=gradient_norm(gradients))
+        >>> gradients[0]
+        tensor([0.6000, 0.8000])
+    """
+    coefficient = clip_coefficient(norm, max_norm)
+    if not math.isinf(max_norm):
+        for local in _by_device(gradients):
+            torch._foreach_mul_(local, coefficient.to(local[0].device))
+    return coefficient
+
+
+def clip_by_value_(gradients: Sequence[Tensor], max_value: float) -> None:
+    """Clamp every element of the gradients in place to [-max_value, max_value].
+
+    A nan stays a nan, and an inf becomes `max_value`: look for both before.
+
+    Args:
+        gradients: as for `gradient_norm`.
+        max_value: the threshold, not negative.
+
+    Example:
+        >>> gradients = [torch.tensor([3.0, -0.1])]
+        >>> clip_by_value_(gradients, max_value=1.0)
+        >>> gradients[0]
+        tensor([ 1.0000, -0.1000])
+    """
+    for local in _by_device(gradients):
+        torch._foreach_clamp_min_(local, -max_value)
+        torch._foreach_clamp_max_(local, max_value)
+
+
+def count_exceeding(gradients: Sequence[Tensor], max_value: float) -> Tensor:
+    """Count the elements whose absolute value is above `max_value`, over all ranks.
+
+    Args:
+        gradients: as for `gradient_norm`.
+        max_value: the threshold, not negative.
+
+    Returns:
+        An int64 scalar, the same on every rank.
+
+    Example:
+        >>> count_exceeding([torch.tensor([3.0, -0.1, -2.0])], max_value=1.0)
+        tensor(2)
+    """
+    if not gradients:
+        return torch.zeros((), dtype=torch.int64)
+    device = gradients[0].device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for placement, members in _by_placement(gradients).items():
+        # One tensor at a time: a foreach would hold a second copy of every gradient.
+        counts = [(member.abs() > max_value).sum().to(device) for member in members]
+        total += _reduce(torch.stack(counts).sum(), placement, "sum")
+    return total
+
+
+def nonfinite_names(named_gradients: Iterable[tuple[str, Tensor]], limit: int = 3) -> list[str]:
+    """Name the first gradients that hold an inf or a nan. Synchronises with the device.
+
+    Args:
+        named_gradients: pairs of a name and a gradient; of shards, the same pairs on every rank.
+        limit: how many names to return at most.
+
+    Returns:
+        Names in the order given, the same on every rank.
+
+    Example:
+        >>> nonfinite_names([("weight", torch.tensor([1.0])), ("bias", torch.tensor([float("nan")]))])
+        ['bias']
+    """
+    names: list[str] = []
+    for name, gradient in named_gradients:
+        if len(names) == limit:
+            break
+        if not bool(torch.isfinite(gradient_norm([gradient], math.inf))):
+            names.append(name)
+    return names
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_device(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Local tensors in lists that a foreach function takes: of one device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        local = _local(gradient)
+        groups[local.device, local.dtype].append(local)
+    return groups.values()
+
+
+def _by_placement(gradients: Sequence[Tensor]) -> dict[_Placement, list[Tensor]]:
+    """Local tensors by where they live. The order of groups is that of the gradients, so the same on every rank."""
+    groups: dict[_Placement, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            raise ValueError(
+                f"expected dense gradients, got a sparse one of shape {tuple(gradient.shape)}: "
+                "build the embedding with sparse=False, or leave clipping out"
+            )
+        if not isinstance(gradient, DTensor):
+            groups[None].append(gradient)
+            continue
+        if any(placement.is_partial() for placement in gradient.placements):
+            # A sum still owed between ranks has no norm yet.
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+        sharded = tuple(not placement.is_replicate() for placement in gradient.placements)
+        groups[gradient.device_mesh, sharded].append(gradient.to_local())
+    return groups
+
+
+def _local_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """p-norm of this rank's tensors, in float32 or float64."""
+    filled: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():  # a small parameter leaves some ranks without a shard
+            filled[tensor.device, tensor.dtype].append(tensor)
+    accumulate = torch.float64 if any(dtype == torch.float64 for _, dtype in filled) else torch.float32
+    device = tensors[0].device
+    if not filled:
+        return torch.zeros((), dtype=accumulate, device=device)
+    norms = [
+        norm.to(device) for group in filled.values() for norm in torch._foreach_norm(group, norm_type, dtype=accumulate)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _across_shards(norm: Tensor, placement: _Placement, norm_type: float) -> Tensor:
+    if placement is None or not any(placement[1]):
+        return norm
+    if math.isinf(norm_type):
+        # A maximum over ranks may lose a nan: hand it on as what it is here, not finite.
+        return _reduce(norm.nan_to_num(nan=math.inf, posinf=math.inf), placement, "max")
+    total: Tensor = _reduce(norm**norm_type, placement, "sum") ** (1.0 / norm_type)
+    return total
+
+
+def _reduce(value: Tensor, placement: _Placement, operation: str) -> Tensor:
+    """Combine one number of each rank over the mesh axes that hold different parts."""
+    if placement is None:
+        return value
+    mesh, sharded = placement
+    placements = [Partial(operation) if axis else Replicate() for axis in sharded]
+    from_local: Callable[..., DTensor] = DTensor.from_local
+    reduced: Tensor = from_local(value, mesh, placements, run_check=False).full_tensor()
+    return reduced
