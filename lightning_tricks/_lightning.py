@@ -5,7 +5,7 @@ Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -22,13 +22,15 @@ __all__ = [
     "hook_name",
     "is_fast_dev_run",
     "is_logging_step",
+    "load_loader_states",
     "loader_keeps_no_state",
+    "loader_states_are_pending",
     "loss_scaler",
     "module_overrides",
     "remove_scheduler",
     "restart_train_iterator",
-    "resumes_at_epoch_edge",
-    "resumes_inside_epoch",
+    "resume_point",
+    "saved_loader_states",
     "schedulers_of",
     "set_callbacks",
     "train_batches_per_epoch",
@@ -112,20 +114,27 @@ def remove_scheduler(trainer: pl.Trainer, scheduler: Any) -> None:
 
 
 def train_batches_per_epoch(trainer: pl.Trainer) -> float:
-    """Batches a rank sees in one epoch, inf where the loader has no length. Sets the training data up if need be."""
-    trainer.fit_loop.setup_data()
+    """Batches a rank sees in one epoch, inf where the loader has no length. To be asked from `on_train_start` on.
+
+    Asked earlier, Lightning would set the data up before it has loaded the loader's position from a checkpoint.
+    """
     return trainer.num_training_batches
 
 
-def resumes_inside_epoch(trainer: pl.Trainer) -> bool:
-    """Whether this run goes on in the middle of an epoch. To be asked in `on_train_start`."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return trainer.fit_loop.restarting and not progress.is_last_batch and progress.current.ready > 0
+ResumePoint = Literal["nowhere", "inside epoch", "after last batch", "after validation", "after epoch"]
 
 
-def resumes_at_epoch_edge(trainer: pl.Trainer) -> bool:
-    """Whether this run goes on where an epoch had ended. To be asked in `on_train_start`."""
-    return bool(trainer.fit_loop.is_resuming or trainer.fit_loop.restarting) and not resumes_inside_epoch(trainer)
+def resume_point(trainer: pl.Trainer) -> ResumePoint:
+    """Where in an epoch the checkpoint was saved that this run resumes from. To be asked in `on_train_start`."""
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    if fit_loop.resumed_on_epoch_end:
+        return "after epoch"
+    if not fit_loop.restarting:
+        return "nowhere"
+    if not epoch_loop.batch_progress.is_last_batch:
+        return "inside epoch"
+    return "after last batch" if epoch_loop.restarted_on_train_batch_end else "after validation"
 
 
 def loader_keeps_no_state(trainer: pl.Trainer) -> bool:
@@ -135,8 +144,29 @@ def loader_keeps_no_state(trainer: pl.Trainer) -> bool:
     return loader is not None and not all(stateful(one) for one in loader.flattened)
 
 
+def saved_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """The positions of the training loaders in a checkpoint; empty where they keep none."""
+    return list(checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", []))
+
+
+def load_loader_states(trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
+    """Put the training loaders back to saved positions; they take effect with `restart_train_iterator`."""
+    loop = trainer.fit_loop
+    if states and loop._combined_loader is not None:
+        loop._combined_loader._load_state_dicts(states)
+        loop._combined_loader_states_to_load = []
+
+
+def loader_states_are_pending(trainer: pl.Trainer) -> bool:
+    """Whether Lightning came too late to load the loaders' positions.
+
+    `estimated_stepping_batches`, asked in `configure_optimizers`, sets the data up before the checkpoint is read.
+    """
+    return bool(trainer.fit_loop._combined_loader_states_to_load)
+
+
 def restart_train_iterator(trainer: pl.Trainer) -> None:
-    """Draw a new order of the training data, as Lightning does at an epoch's start but not after a resume."""
+    """Begin to walk the training data, as Lightning does at an epoch's start but not after every resume."""
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         iter(fetcher)

@@ -8,10 +8,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_tricks._lightning import (
+    load_loader_states,
     loader_keeps_no_state,
+    loader_states_are_pending,
     restart_train_iterator,
-    resumes_at_epoch_edge,
-    resumes_inside_epoch,
+    resume_point,
+    saved_loader_states,
 )
 from lightning_tricks.composition import Summary, Touches, Trick
 from lightning_tricks.functional.random_state import capture_random_state, restore_random_state_
@@ -45,11 +47,12 @@ class ExactResume(Trick):
     _key = "lightning_tricks.ExactResume"
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] | None = None
+        self.reset()
 
     @override
     def reset(self) -> None:
-        self._loaded = None
+        self._loaded: list[dict[str, Any]] | None = None
+        self._loader_states: list[dict[str, Any]] = []
 
     @override
     def on_save_checkpoint(
@@ -66,12 +69,30 @@ class ExactResume(Trick):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._loaded = checkpoint.get(self._key)
+        self._loader_states = saved_loader_states(checkpoint)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        states, self._loaded = self._loaded, None
-        if states is None:
+        if self._loaded is None:
             return
+        point = resume_point(trainer)
+        if loader_states_are_pending(trainer):
+            load_loader_states(trainer, self._loader_states)
+            restart_train_iterator(trainer)
+        elif point == "after epoch":  # the walk that Lightning began drew its order before random states were back
+            load_loader_states(trainer, self._loader_states)
+        self._restore(trainer, self._loaded)
+        if point in ("after last batch", "after epoch"):
+            restart_train_iterator(trainer)
+        elif point == "inside epoch" and loader_keeps_no_state(trainer):
+            rank_zero_warn(
+                "ExactResume: this run goes on inside of an epoch and its training loader keeps no state, so that it "
+                "begins anew: the batches will differ from the interrupted run's. Use torchdata's StatefulDataLoader, "
+                "or save at the end of epochs."
+            )
+        self.reset()
+
+    def _restore(self, trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
         if len(states) != trainer.world_size:
             rank_zero_warn(
                 f"ExactResume: the checkpoint holds the random states of {len(states)} process(es), this run has "
@@ -79,16 +100,6 @@ class ExactResume(Trick):
             )
         if trainer.global_rank < len(states):
             restore_random_state_(states[trainer.global_rank])
-        if not loader_keeps_no_state(trainer):
-            return
-        if resumes_inside_epoch(trainer):
-            rank_zero_warn(
-                "ExactResume: this run goes on inside of an epoch and its training loader keeps no state, so that it "
-                "begins anew: the batches will differ from the interrupted run's. Use torchdata's StatefulDataLoader, "
-                "or save at the end of epochs."
-            )
-        elif resumes_at_epoch_edge(trainer):
-            restart_train_iterator(trainer)
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:

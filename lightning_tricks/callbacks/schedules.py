@@ -114,19 +114,32 @@ class WarmupCosineScheduler(Trick):
         indices = sorted(self._scope) if self._scope is not None else range(len(trainer.optimizers))
         self._refuse_other_schedulers(trainer, pl_module, [trainer.optimizers[index] for index in indices])
         for index in indices:
-            total = self._total_steps_of(index, trainer, pl_module)
-            warmup = self._resolve_warmup(total, trainer)
-            scheduler = _FollowsLedger(self, trainer.optimizers[index], step_ledger(trainer)[index], warmup, total)
-            scheduler.check()  # refuse now what would fail once state is loaded
-            self._schedulers[index] = scheduler
-            add_scheduler(trainer, scheduler)
+            self._schedulers[index] = _FollowsLedger(self, trainer.optimizers[index])
+            add_scheduler(trainer, self._schedulers[index])
+            if self.total_steps is not None or not pl_module.automatic_optimization:
+                self._resolve(index, trainer, pl_module)  # what needs no data is refused before any is read
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for index, scheduler in self._schedulers.items():
-            scheduler.ledger = step_ledger(trainer)[index]
-            scheduler.warmup_steps = self._warmup_on_resume(index, scheduler.total_steps, trainer)
-            scheduler.begin()
+            scheduler.total_steps, scheduler.warmup_steps = self._resolve(index, trainer, pl_module)
+            scheduler.begin(step_ledger(trainer)[index])
+
+    def _resolve(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[int, int]:
+        """Total steps and warmup steps of optimizer `index`."""
+        total = self._total_steps_of(index, trainer, module)
+        saved = self._saved.get(index, {})
+        if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total:
+            return total, int(saved["warmup_steps"])
+        warmup = resolve_duration(self.warmup, total)
+        if warmup > total and is_fast_dev_run(trainer):
+            return total, total
+        if warmup > total:
+            raise ValueError(
+                f"expected `warmup` to be no longer than the run, got warmup={self.warmup} and total_steps={total}: "
+                "shorten the warmup, give a fraction of the run, or train longer"
+            )
+        return total, warmup
 
     def _total_steps_of(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> int:
         given = self.total_steps.get(index) if isinstance(self.total_steps, Mapping) else self.total_steps
@@ -138,23 +151,6 @@ class WarmupCosineScheduler(Trick):
                 "it optimizes manually: pass total_steps=..., an int or a mapping by optimizer index"
             )
         return optimizer_steps_of_run(trainer)
-
-    def _resolve_warmup(self, total_steps: int, trainer: pl.Trainer) -> int:
-        steps = resolve_duration(self.warmup, total_steps)
-        if steps > total_steps and is_fast_dev_run(trainer):
-            return total_steps
-        if steps > total_steps:
-            raise ValueError(
-                f"expected `warmup` to be no longer than the run, got warmup={self.warmup} and total_steps="
-                f"{total_steps}: shorten the warmup, give a fraction of the run, or train longer"
-            )
-        return steps
-
-    def _warmup_on_resume(self, index: int, total_steps: int, trainer: pl.Trainer) -> int:
-        saved = self._saved.get(index, {})
-        if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total_steps:
-            return int(saved["warmup_steps"])
-        return self._resolve_warmup(total_steps, trainer)
 
     def _refuse_other_schedulers(
         self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]
@@ -239,28 +235,17 @@ class _FollowsLedger(LRScheduler):
     optimizer's `step` and takes a first step.
     """
 
-    def __init__(
-        self,
-        curve: WarmupCosineScheduler,
-        optimizer: Optimizer,
-        ledger: OptimizerLedger,
-        warmup_steps: int,
-        total_steps: int,
-    ) -> None:
+    def __init__(self, curve: WarmupCosineScheduler, optimizer: Optimizer) -> None:
         self.curve = curve
         self.optimizer = optimizer
-        self.ledger = ledger
-        self.warmup_steps = warmup_steps
-        self.total_steps = total_steps
+        self.ledger = OptimizerLedger()  # the run's own from `begin` on, as are the two lengths
+        self.warmup_steps = 0
+        self.total_steps = 0
         self.last_epoch = 0
 
-    def check(self) -> None:
-        """Raise what computing the first rates raises."""
-        for group in self.optimizer.param_groups:
-            self._lr(0, float(group["lr"]))
-
-    def begin(self) -> None:
+    def begin(self, ledger: OptimizerLedger) -> None:
         """Take each group's own rate as the top of its curve, and set the rate for the first step."""
+        self.ledger = ledger
         for group in self.optimizer.param_groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
         self.catch_up()

@@ -17,7 +17,7 @@ def optimizer_steps_of_run(trainer: pl.Trainer) -> int:
     GradientAccumulationScheduler, which Lightning's own ``estimated_stepping_batches`` leaves out.
 
     Args:
-        trainer: a Trainer whose training data can be set up.
+        trainer: a Trainer whose training data is set up: from `on_train_start` on.
 
     Returns:
         A positive number of steps, whether or not some will be skipped.

@@ -146,18 +146,30 @@ class _Replay:
         # Which buffers a forward pass writes is learned at the first one in these modes; until then all are copied.
         watched = buffers if known is None else {name: buffers[name] for name in known if name in buffers}
         self.before = {name: buffer.detach().clone() for name, buffer in watched.items()}
-        versions = {name: (buffer, buffer._version) for name, buffer in watched.items()} if known is None else {}
+        versions = {name: buffer._version for name, buffer in watched.items()}
         output = self.forward(*args, **kwargs)
         if known is None:
-            after = dict(self.block.named_buffers())
-            written = [
-                name
-                for name, (buffer, version) in versions.items()
-                if after.get(name) is not buffer or buffer._version != version
-            ]
+            written = _written_buffers(self.block, watched, self.before, versions)
             self.memory.written[modes] = written
             self.before = {name: self.before[name] for name in written}
         return output
+
+
+def _written_buffers(
+    block: nn.Module, buffers: dict[str, Tensor], before: dict[str, Tensor], versions: dict[str, int]
+) -> list[str]:
+    """Names of the buffers that were written, and of all others of their modules.
+
+    A kernel may write a buffer without counting up its version (BatchNorm's does), and may write the value that was
+    there; a module that keeps statistics shows in at least one of its buffers.
+    """
+    after = dict(block.named_buffers())
+    owners = {
+        name.rpartition(".")[0]
+        for name, buffer in buffers.items()
+        if after.get(name) is not buffer or buffer._version != versions[name] or not torch.equal(buffer, before[name])
+    }
+    return [name for name in buffers if name.rpartition(".")[0] in owners]
 
 
 @contextmanager

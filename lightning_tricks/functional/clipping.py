@@ -70,11 +70,13 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor
     if not gradients:
         return torch.zeros(())
     device = gradients[0].device
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     norms = []
     for placement, members in _by_placement(gradients).items():
-        norm = _local_norm(members, norm_type).to(device)
+        norm = _local_norm(members, norm_type, dtype).to(device)
         norms.append(_across_shards(norm, placement, norm_type))
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -222,20 +224,20 @@ def _by_placement(gradients: Sequence[Tensor]) -> dict[_Placement, list[Tensor]]
     return groups
 
 
-def _local_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """p-norm of this rank's tensors, in float32 or float64."""
+def _local_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """p-norm of this rank's tensors, computed in `dtype`."""
     filled: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():  # a small parameter leaves some ranks without a shard
             filled[tensor.device, tensor.dtype].append(tensor)
-    accumulate = torch.float64 if any(dtype == torch.float64 for _, dtype in filled) else torch.float32
     device = tensors[0].device
     if not filled:
-        return torch.zeros((), dtype=accumulate, device=device)
+        return torch.zeros((), dtype=dtype, device=device)
     norms = [
-        norm.to(device) for group in filled.values() for norm in torch._foreach_norm(group, norm_type, dtype=accumulate)
+        norm.to(device) for group in filled.values() for norm in torch._foreach_norm(group, norm_type, dtype=dtype)
     ]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _across_shards(norm: Tensor, placement: _Placement, norm_type: float) -> Tensor:

@@ -1,0 +1,20 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pool import ProcessPool
+
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Iterator[ProcessPool]:
+    pool = ProcessPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

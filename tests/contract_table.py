@@ -1,0 +1,116 @@
+"""The table of the contract: one row a trick. A new trick adds its row here and its own tests beside."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning_tricks as lt
+from tests.models import Net, trainer
+
+ALWAYS = "always neutral"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the contract has to know of a trick.
+
+    Args:
+        name: the public class.
+        acting: keyword arguments with which it does something to the runs of the contract.
+        neutral: keyword arguments with which it does nothing.
+        manual: arguments that manual optimization needs besides.
+        refusals: what cannot be supported: each a function that runs a fit, and words of its error.
+        same_weights: whether the weights after an acting run are those of a run without the trick, bit for bit.
+    """
+
+    name: str
+    acting: dict[str, Any]
+    neutral: dict[str, Any]
+    manual: dict[str, Any] = field(default_factory=dict)
+    refusals: tuple[tuple[Callable[[], Any], str], ...] = ()
+    same_weights: bool = False
+
+    def build(self, kind: str, *, manual: bool = False) -> lt.Trick:
+        arguments = getattr(self, kind) | (self.manual if manual else {})
+        return getattr(lt, self.name)(**arguments)
+
+
+def _fit(*callbacks: lt.Trick, module: Net | None = None, **options: Any) -> Callable[[], Any]:
+    from tests.models import loader
+
+    return lambda: trainer(*callbacks, **options).fit(module or Net(), loader())
+
+
+class ClipsByItself(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+class SchedulesByItself(Net):
+    def configure_optimizers(self) -> Any:
+        import torch
+
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+ROWS = (
+    Row(
+        "GradientNormClipping",
+        acting={"max_norm": 0.05},
+        neutral={"max_norm": float("inf")},
+        refusals=(
+            (_fit(lt.GradientNormClipping(), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
+            (_fit(lt.GradientNormClipping(), lt.GradientValueClipping(1.0)), r"GradientValueClipping"),
+            (_fit(lt.GradientNormClipping(), module=ClipsByItself()), r"configure_gradient_clipping"),
+            (_fit(lt.GradientNormClipping({1: 1.0})), r"got index 1"),
+        ),
+    ),
+    Row(
+        "GradientValueClipping",
+        acting={"max_value": 0.01},
+        neutral={"max_value": 1e30},
+        refusals=(
+            (_fit(lt.GradientValueClipping(1.0), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
+            (_fit(lt.GradientValueClipping(1.0), module=ClipsByItself()), r"configure_gradient_clipping"),
+        ),
+    ),
+    Row(
+        "LossScaleMonitor",
+        acting={"alarm_after_skips": 3},
+        neutral={},
+        same_weights=True,
+        refusals=((_fit(lt.LossScaleMonitor(), lt.LossScaleMonitor()), r"LossScaleMonitor"),),
+    ),
+    Row(
+        "WarmupCosineScheduler",
+        acting={"warmup": 3},
+        neutral={"warmup": 0, "min_lr_ratio": 1.0},
+        manual={"total_steps": 20},
+        refusals=(
+            (_fit(lt.WarmupCosineScheduler(100)), r"warmup=100 and total_steps=7"),
+            (_fit(lt.WarmupCosineScheduler(1), module=SchedulesByItself()), r"StepLR"),
+            (_fit(lt.WarmupCosineScheduler(1, optimizers=[2])), r"got index 2"),
+            (_fit(lt.WarmupCosineScheduler(1, total_steps={3: 9})), r"got index 3"),
+            (_fit(lt.WarmupCosineScheduler(1, min_lr=1.0)), r"min_lr"),
+            (_fit(lt.WarmupCosineScheduler(1), max_epochs=-1), r"total_steps"),
+        ),
+    ),
+    Row(
+        "ActivationCheckpointing",
+        acting={"every": 1},
+        neutral={},
+        same_weights=True,
+        refusals=(
+            (_fit(lt.ActivationCheckpointing("encoder.*")), r"(?s)encoder.*Block \(3\).*Linear"),
+            (_fit(lt.ActivationCheckpointing(), lt.ActivationCheckpointing()), r"ActivationCheckpointing"),
+        ),
+    ),
+    Row(
+        "ExactResume",
+        acting={},
+        neutral={},
+        same_weights=True,
+        refusals=((_fit(lt.ExactResume(), lt.ExactResume()), r"ExactResume"),),
+    ),
+)
