@@ -1,12 +1,17 @@
 """What the two-process tests run on each rank. Imported by the processes of the pool, so nothing here knows pytest."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import lightning_tricks as lt
+from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
 from tests.models import Net, fit, rank_loader, seeded, weights
 
@@ -63,3 +68,74 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
             logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
             results[row.name, optimizer] = result, logged
     return results
+
+
+class OneRankIsPoisoned(Net):
+    """The loss is nan at batch 1, on rank 1 alone."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+class ShardedAndPoisoned(OneRankIsPoisoned, ShardedNet):
+    pass
+
+
+def ledger_runs() -> dict[tuple[str, bool], tuple[int, int, int, int]]:
+    """Verdict counts of runs in which one rank of two has a bad batch, by strategy and fused optimizer."""
+    found = {}
+    for strategy, kind in (("ddp", OneRankIsPoisoned), ("fsdp2", ShardedAndPoisoned)):
+        for fused in (False, True):
+            trainer = fit(
+                kind(fused=fused),
+                lt.GradientNormClipping(),
+                data=rank_loader(torch.distributed.get_rank(), 2),
+                strategy=strategy_of(strategy, 2),
+                devices=2,
+                use_distributed_sampler=False,
+            )
+            ledger = lt.step_ledger(trainer)[0]
+            found[strategy, fused] = (
+                ledger.applied,
+                ledger.skipped_overflow,
+                ledger.skipped_guard,
+                ledger.skipped_empty,
+            )
+    return found
+
+
+def sharded_gradient_norms() -> dict[str, Any]:
+    """Norms, clipping and counts of gradients on two meshes, replicated, unevenly sharded, partial, and plain."""
+    torch.manual_seed(0)
+    line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    whole = [torch.randn(shape) for shape in ((5, 3), (4,), (1, 2), (2, 2), (6,), (3,))]
+    gradients: list[torch.Tensor] = [
+        distribute_tensor(whole[0], line, [Shard(0)]),
+        distribute_tensor(whole[1], line, [Replicate()]),
+        distribute_tensor(whole[2], line, [Shard(0)]),  # one rank holds nothing of it
+        distribute_tensor(whole[3], grid, [Replicate(), Shard(1)]),
+        DTensor.from_local(whole[4] / 2, line, [Partial("sum")]),
+        whole[5].clone(),
+    ]
+    norms = {p: (float(gradient_norm(gradients, p)), slow_norm(whole, p)) for p in (1.0, 2.0, 3.0, math.inf)}
+    exceeding = int(count_exceeding(gradients, 0.5))
+    expected_exceeding = sum(int((one.abs() > 0.5).sum()) for one in whole)
+    clip_by_norm_(gradients[:4] + gradients[5:], 1.0, gradient_norm(gradients[:4] + gradients[5:]))
+    clipped = float(gradient_norm(gradients[:4] + gradients[5:]))
+    bad = whole[0].clone()
+    bad[-1, -1] = float("nan")  # on rank 1 alone
+    poisoned = [distribute_tensor(bad, line, [Shard(0)]), whole[5]]
+    return {
+        "norms": norms,
+        "clipped": clipped,
+        "exceeding": exceeding,
+        "expected_exceeding": expected_exceeding,
+        "nan_norms": {p: math.isfinite(float(gradient_norm(poisoned, p))) for p in (1.0, 2.0, math.inf)},
+        "culprits": nonfinite_names([("sharded", poisoned[0]), ("plain", poisoned[1])]),
+    }
+
+
+def slow_norm(tensors: list[torch.Tensor], p: float) -> float:
+    elements = torch.cat([one.double().flatten() for one in tensors]).abs()
+    return float(elements.max()) if math.isinf(p) else float((elements**p).sum() ** (1 / p))

@@ -7,6 +7,7 @@ import pickle
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -247,28 +248,24 @@ class WithData(Net):
 
 @rows
 def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
-    arguments = {
-        "class_path": f"lightning_tricks.{row.name}",
-        "init_args": row.acting,
+    config = {
+        "trainer": {
+            "callbacks": [{"class_path": f"lightning_tricks.{row.name}", "init_args": row.acting}],
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
     }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     cli = LightningCLI(
-        WithData,
-        args={
-            "trainer": {
-                "callbacks": [arguments],
-                "max_epochs": 1,
-                "accelerator": "cpu",
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-            }
-        },
-        run=False,
-        save_config_callback=None,
+        WithData, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None
     )
     cli.trainer.fit(cli.model)
     assert lt.step_ledger(cli.trainer)[0].applied == 7
+    assert cli.trainer.callback_metrics.keys() >= fit(Net(), row.build("acting")).callback_metrics.keys()
 
 
 @rows
