@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -89,9 +89,18 @@ def unscales_by_itself(optimizer: Optimizer) -> bool:
 def unsupported_strategy(trainer: pl.Trainer) -> str | None:
     """Why the Trainer's strategy cannot be right with the tricks, None where it can."""
     if isinstance(trainer.strategy, DeepSpeedStrategy):
-        return "DeepSpeed steps, scales, clips and accumulates inside of its own engine"
+        return 'DeepSpeed steps, scales, clips and accumulates inside of its own engine. Use strategy="ddp"'
     if isinstance(trainer.strategy, FSDPStrategy):
-        return "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235)"
+        return (
+            "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235). "
+            "Use ModelParallelStrategy, which is FSDP2"
+        )
+    if isinstance(trainer.strategy, DDPStrategy) and trainer.accumulate_grad_batches > 1:
+        if trainer.strategy._ddp_kwargs.get("static_graph"):
+            return (
+                "static_graph=True fails inside of torch with accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches} (PL#20395): drop one of the two"
+            )
     if "XLA" in type(trainer.strategy).__name__:
         return "nothing of this package was run on XLA"
     return None

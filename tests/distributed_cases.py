@@ -1,11 +1,12 @@
 """What the two-process tests run on each rank. Imported by the processes of the pool, so nothing here knows pytest."""
 
+import copy
 import math
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -139,3 +140,50 @@ def sharded_gradient_norms() -> dict[str, Any]:
 def slow_norm(tensors: list[torch.Tensor], p: float) -> float:
     elements = torch.cat([one.double().flatten() for one in tensors]).abs()
     return float(elements.max()) if math.isinf(p) else float((elements**p).sum() ** (1 / p))
+
+
+def logged_norms(strategy: str, rank: int | None = None, world_size: int = 2) -> list[float]:
+    """What stands in `callback_metrics` as the norm after each of a run's steps."""
+    rank = torch.distributed.get_rank() if rank is None else rank
+    norms: list[float] = []
+
+    class Probe(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            norms.append(float(trainer.callback_metrics["grad/norm"]))
+
+    trained([lt.GradientNormClipping(0.1), Probe()], strategy, rank, world_size, net={"optimizer": "momentum"})
+    return norms
+
+
+class UnusedParameter(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.unused = torch.nn.Linear(2, 2)
+
+
+def checkpointed_under_ddp() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Weights after training with and without checkpointing, under DDP's variants."""
+    variants: dict[str, tuple[type[Net], DDPStrategy, dict[str, Any]]] = {
+        "plain": (Net, DDPStrategy(), {}),
+        "accumulation": (Net, DDPStrategy(), {"accumulate_grad_batches": 3}),
+        "unused": (UnusedParameter, DDPStrategy(find_unused_parameters=True), {}),
+        "static graph": (Net, DDPStrategy(static_graph=True), {}),
+        "bucket view": (Net, DDPStrategy(gradient_as_bucket_view=True), {}),
+    }
+    found = {}
+    for name, (kind, strategy, options) in variants.items():
+        pair = []
+        for callbacks in ([], [lt.ActivationCheckpointing()]):
+            module = seeded(lambda kind=kind: kind(dropout=0.3, batchnorm=True))
+            fit(
+                module,
+                *callbacks,
+                data=rank_loader(torch.distributed.get_rank(), 2),
+                strategy=copy.deepcopy(strategy),
+                devices=2,
+                use_distributed_sampler=False,
+                **options,
+            )
+            pair.append(weights(module))
+        found[name] = (pair[0], pair[1])
+    return found

@@ -41,8 +41,7 @@ def refuse_conflicts(tricks: Sequence[Trick], trainer: pl.Trainer, module: pl.Li
     reason = unsupported_strategy(trainer)
     if reason is not None:
         raise MisconfigurationException(
-            f"{_names(tricks)} cannot be right under {type(trainer.strategy).__name__}: {reason}. "
-            'Use strategy="ddp" or lightning\'s ModelParallelStrategy.'
+            f"{_names(tricks)} cannot be right under {type(trainer.strategy).__name__}: {reason}"
         )
     for index, first in enumerate(tricks):
         for second in tricks[index + 1 :]:

@@ -1,0 +1,218 @@
+"""Activation checkpointing in a Trainer: cases 18 to 22, and Hugging Face's models."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import lightning_tricks as lt
+from tests.distributed_cases import checkpointed_under_ddp
+from tests.models import Block, Net, assert_same, fit, loader, seeded, trainer, weights
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 50, (2, 6))
+    return {"input_ids": ids, "labels": ids}
+
+
+def labelled_tokens() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(0, 50, (2, 6)), "labels": torch.tensor([0, 1])}
+
+
+def images() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+
+
+HUGGING_FACE = {
+    "gpt2": (
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=3, n_head=2)),
+        tokens,
+        "model.transformer.h.{}",
+    ),
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(vocab_size=50, **SMALL)), tokens, "model.model.layers.{}"),
+    "bert": (
+        lambda: BertForSequenceClassification(BertConfig(vocab_size=50, **SMALL)),
+        labelled_tokens,
+        "model.bert.encoder.layer.{}",
+    ),
+    "vit": (
+        lambda: ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SMALL)),
+        images,
+        None,
+    ),
+}
+
+
+class HuggingFace(pl.LightningModule):
+    """A transformers model as its users wrap it; keeps the gradients of its first step."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        build, self.batch, _ = HUGGING_FACE[name]
+        self.model = build()
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(5)
+        return self.model(**self.batch()).loss
+
+    def on_after_backward(self) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_layers_are_found_and_gradients_equal(name: str) -> None:
+    plain = seeded(lambda: HuggingFace(name))
+    model = copy.deepcopy(plain)
+    assert plain.model.training
+    checkpointing = lt.ActivationCheckpointing("auto")
+    fit(plain, data=torch.zeros(2, 1))
+    run = trainer(checkpointing)
+    run.fit(model, torch.zeros(2, 1))
+    layers = [
+        found
+        for found, module in model.named_modules()
+        if type(module).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer", "ViTLayer")
+    ]
+    assert checkpointing._wrapped == layers
+    assert len(layers) == 3
+    assert_same(model.gradients, plain.gradients)
+    assert_same(weights(model), weights(plain))
+    pattern = HUGGING_FACE[name][2]
+    assert pattern is None or layers == [pattern.format(index) for index in range(3)]
+
+
+def test_blocks_are_recomputed_in_training_only() -> None:
+    module = seeded(Net)
+    calls = []
+    module.net[0].linear.register_forward_hook(lambda *args: calls.append(torch.is_grad_enabled()))
+    fit(module, lt.ActivationCheckpointing(), limit_train_batches=1)
+    assert len(calls) == 2
+    calls.clear()
+    trainer(lt.ActivationCheckpointing()).validate(module, loader(), verbose=False)
+    assert len(calls) == 7
+
+
+def test_case_18_batchnorm_counts_a_step_once() -> None:
+    plain, module = (seeded(lambda: Net(batchnorm=True)) for _ in range(2))
+    fit(plain, limit_train_batches=1)
+    fit(module, lt.ActivationCheckpointing(), limit_train_batches=1)
+    assert module.net[0].norm.num_batches_tracked == 1
+    assert_same(weights(module), weights(plain))
+
+
+def test_case_19_a_pattern_that_matches_nothing_lists_the_types() -> None:
+    with pytest.raises(ValueError, match=r"'encoder\.\*' in Net.*Sequential \(1\), Block \(3\), Linear \(4\)"):
+        fit(Net(), lt.ActivationCheckpointing("encoder.*"))
+
+
+class FrozenFront(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+def test_case_20_frozen_blocks_in_front() -> None:
+    plain, module = (seeded(FrozenFront) for _ in range(2))
+    fit(plain)
+    fit(module, lt.ActivationCheckpointing())
+    assert_same(weights(module), weights(plain))
+    assert any((first != second).any() for first, second in zip(FrozenFront().parameters(), module.parameters(), strict=True))
+
+
+def test_case_21_a_checkpoint_loads_into_the_plain_module(tmp_path) -> None:
+    module = seeded(Net)
+    keys = []
+    module.on_train_batch_end = lambda *args: keys.append(list(module.state_dict()))
+    run = fit(module, lt.ActivationCheckpointing())
+    assert keys[0] == list(Net().state_dict())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    plain = Net.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert_same(weights(plain), weights(module))
+
+
+def test_case_22_static_graph_with_accumulation_is_refused() -> None:
+    """Lightning 2.6 ends in an internal assert of torch's there (PL#20395)."""
+    with pytest.raises(MisconfigurationException, match=r"static_graph=True.*accumulate_grad_batches=2"):
+        fit(Net(), lt.ActivationCheckpointing(), strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2)
+
+
+def test_ddp_in_its_variants(two_processes) -> None:
+    for found in two_processes.run(checkpointed_under_ddp):
+        for variant, (plain, checkpointed) in found.items():
+            assert plain.keys() == checkpointed.keys(), variant
+            assert_same(plain, checkpointed)
+
+
+class BuiltInConfigureModel(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(Block(), Block(), nn.Linear(8, 1))
+
+
+class BuiltInSetup(BuiltInConfigureModel):
+    configure_model = pl.LightningModule.configure_model
+
+    def setup(self, stage: str) -> None:
+        super().configure_model()
+        BuiltInConfigureModel.configure_model(self)
+
+
+@pytest.mark.parametrize("build", [BuiltInConfigureModel, BuiltInSetup])
+def test_modules_that_are_built_late(build) -> None:
+    checkpointing = lt.ActivationCheckpointing()
+    module = seeded(build)
+    fit(module, checkpointing)
+    assert checkpointing._wrapped == ["net.0", "net.1"]
+    assert not {"setup", "configure_model"} & vars(module).keys()
+    plain = seeded(build)
+    fit(plain)
+    assert_same(weights(module), weights(plain))
+
+
+def test_already_checkpointed_blocks_are_reported() -> None:
+    from lightning_tricks.functional.checkpointing import apply_activation_checkpointing
+
+    module = Net()
+    apply_activation_checkpointing(module, "net.1")
+    checkpointing = lt.ActivationCheckpointing()
+    run = fit(module, checkpointing)
+    assert checkpointing._wrapped == ["net.0", "net.2"]
+    assert "left 1 alone" in checkpointing.summary(run).found
+
+    module = Net()
+    apply_activation_checkpointing(module)
+    with pytest.warns(UserWarning, match="changed nothing: all 3"):
+        fit(module, lt.ActivationCheckpointing())
+
+
+def test_compiled_module_trains_alike() -> None:
+    results = []
+    for callbacks in ([], [lt.ActivationCheckpointing()]):
+        module = seeded(Net)
+        fit(torch.compile(module, backend="aot_eager"), *callbacks, limit_train_batches=3)
+        results.append(weights(module))
+    assert_same(*results, rtol=0, atol=1e-6)

@@ -1,0 +1,254 @@
+"""The schedule in a Trainer: cases 7, 14, 15 and 17, the horizon, and who else may set the rate."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+import lightning_tricks as lt
+from lightning_tricks.functional.schedules import even_start_factor, warmup_cosine
+from tests.models import FixedGradients, ManualNet, Net, TwoOptimizers, fit, fp16, loader, trainer
+
+INF = float("inf")
+
+
+class Rates(pl.Callback):
+    """The rate that each step is taken with, by optimizer."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[float]] = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        index = next(i for i, one in enumerate(trainer.optimizers) if one is optimizer)
+        self.seen.setdefault(index, []).append(float(optimizer.param_groups[0]["lr"]))
+
+
+def curve(warmup: int, total: int, steps: int, lr: float = 0.01, floor: float = 0.1) -> list[float]:
+    start = even_start_factor(warmup)
+    return [
+        lr * warmup_cosine(k, warmup_steps=warmup, total_steps=total, start_factor=start, min_ratio=floor)
+        for k in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_case_7_schedule_stands_on_applied_steps(fused: bool) -> None:
+    """A scale of 2^16 and five batches of which three overflow: two real steps."""
+    rates, after = Rates(), []
+    module = FixedGradients([[INF]] * 3 + [[1.0]] * 2, lr=0.01, fused=fused)
+    module.on_train_end = lambda: after.append(module.lr_schedulers().last_epoch)
+    run = fit(module, lt.WarmupCosineScheduler(2), rates, plugins=fp16(2.0**16))
+    assert run.global_step == 5
+    assert lt.step_ledger(run)[0].applied == 2
+    expected = curve(2, 5, 3)
+    assert rates.seen[0] == pytest.approx([expected[0]] * 4 + [expected[1]])
+    if not fused:  # a fused optimizer's last verdict is read before the next batch, and there is none
+        assert after == [2]
+
+
+def test_case_14_first_step_is_above_zero() -> None:
+    rates = Rates()
+    fit(Net(), lt.WarmupCosineScheduler(4), rates)
+    assert rates.seen[0] == pytest.approx(curve(4, 7, 7))
+    assert rates.seen[0][0] == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("warmup", [3, 0.2])
+def test_case_15_resume_with_a_longer_run(tmp_path, warmup) -> None:
+    """From the resume on it is the longer run's curve: one move there, and after the warmup never a climb."""
+    first = Rates()
+    run = fit(Net(), lt.WarmupCosineScheduler(warmup), first, max_epochs=3)
+    run.save_checkpoint(tmp_path / "short.ckpt")
+    second = Rates()
+    longer = trainer(lt.WarmupCosineScheduler(warmup), second, max_epochs=30)
+    longer.fit(Net(), loader(), ckpt_path=tmp_path / "short.ckpt")
+    warmup_steps = 3 if warmup == 3 else 4  # a fraction stays the number of steps that it was at first
+    assert first.seen[0] == pytest.approx(curve(warmup_steps, 21, 21))
+    assert second.seen[0] == pytest.approx(curve(warmup_steps, 210, 210)[21:])
+    assert all(later <= earlier for earlier, later in zip(second.seen[0], second.seen[0][1:], strict=False))
+
+
+def test_resume_with_a_shorter_run(tmp_path) -> None:
+    run = fit(Net(), lt.WarmupCosineScheduler(0.5), max_epochs=10, max_steps=14)
+    run.save_checkpoint(tmp_path / "long.ckpt")
+    rates = Rates()
+    shorter = trainer(lt.WarmupCosineScheduler(0.5), rates, max_epochs=3)
+    shorter.fit(Net(), loader(), ckpt_path=tmp_path / "long.ckpt")
+    assert rates.seen[0] == pytest.approx(curve(7, 21, 21)[14:])
+
+
+class SchedulesByItself(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
+
+
+def test_case_17_two_writers_are_an_error_naming_both() -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        fit(SchedulesByItself(), lt.WarmupCosineScheduler(2))
+    assert "WarmupCosineScheduler" in str(error.value)
+    assert "CosineAnnealingLR" in str(error.value)
+    assert "SchedulesByItself.configure_optimizers" in str(error.value)
+
+
+def test_equals_torchs_schedulers_in_a_run() -> None:
+    rates = Rates()
+    schedule = lt.WarmupCosineScheduler(10, start_factor=0.01, min_lr=1e-6, total_steps=40)
+    fit(Net(lr=1e-4), schedule, rates, max_epochs=6)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=10),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=1e-6),
+    ]
+    reference = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[10])
+    for step, rate in enumerate(rates.seen[0][:41]):
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=0, abs=1e-12), step
+        optimizer.step()
+        reference.step()
+    assert rates.seen[0][41:] == [pytest.approx(1e-6)]  # past the end it stays
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(8), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({"max_epochs": 3}, 21),
+        ({"max_epochs": 3, "max_steps": 10}, 10),
+        ({"max_epochs": None, "max_steps": 5}, 5),
+        ({"max_epochs": 3, "limit_train_batches": 5}, 15),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 9),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 6),
+        ({"max_epochs": 3, "callbacks": {0: 1, 1: 2, 2: 4}}, 7 + 4 + 2),
+    ],
+)
+def test_horizon_from_the_trainer(options: dict, total: int) -> None:
+    rates = Rates()
+    extra = [GradientAccumulationScheduler(options["callbacks"])] if "callbacks" in options else []
+    options = {key: value for key, value in options.items() if key != "callbacks"}
+    run = fit(Net(), lt.WarmupCosineScheduler(2), rates, *extra, **options)
+    assert run.global_step == total
+    assert rates.seen[0] == pytest.approx(curve(2, total, total))
+
+
+def test_horizon_that_cannot_be_known_asks_for_total_steps() -> None:
+    endless = DataLoader(Endless(), batch_size=4)
+    with pytest.raises(MisconfigurationException, match="total_steps"):
+        fit(Net(), lt.WarmupCosineScheduler(2), data=endless, max_epochs=1)
+    rates = Rates()
+    fit(Net(), lt.WarmupCosineScheduler(2, total_steps=6), rates, data=endless, max_epochs=1, max_steps=6)
+    assert rates.seen[0] == pytest.approx(curve(2, 6, 6))
+
+
+def test_manual_optimization_must_say_how_long() -> None:
+    with pytest.raises(MisconfigurationException, match=r"ManualNet.*total_steps=\.\.\."):
+        fit(ManualNet(), lt.WarmupCosineScheduler(2))
+    rates = Rates()
+    fit(ManualNet(), lt.WarmupCosineScheduler(2, total_steps=7), rates)
+    assert rates.seen[0] == pytest.approx(curve(2, 7, 7))
+
+
+class StepsSchedulersItself(ManualNet):
+    def training_step(self, batch, batch_idx) -> None:
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+        self.lr_schedulers().step()
+
+
+def test_a_module_that_steps_the_scheduler_changes_nothing() -> None:
+    rates = Rates()
+    fit(StepsSchedulersItself(), lt.WarmupCosineScheduler(2, total_steps=7), rates)
+    assert rates.seen[0] == pytest.approx(curve(2, 7, 7))
+
+
+def test_several_optimizers_with_lengths_of_their_own() -> None:
+    """The head steps with every second batch, so it has its own count of applied steps."""
+    rates = Rates()
+    fit(TwoOptimizers(), lt.WarmupCosineScheduler(2, total_steps={0: 7, 1: 4}), rates)
+    assert rates.seen[0] == pytest.approx(curve(2, 7, 7))
+    assert rates.seen[1] == pytest.approx(curve(2, 4, 4))
+
+    rates = Rates()
+    fit(TwoOptimizers(), lt.WarmupCosineScheduler(2, total_steps=4, optimizers=[1]), rates)
+    assert rates.seen[0] == [0.01] * 7
+    assert rates.seen[1] == pytest.approx(curve(2, 4, 4))
+
+
+class TwoGroups(Net):
+    def configure_optimizers(self):
+        body = {"params": self.net[:-1].parameters(), "lr": 0.01}
+        head = {"params": self.net[-1].parameters(), "lr": 0.1}
+        frozen = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0}
+        return torch.optim.SGD([body, head, frozen], lr=1.0)
+
+
+def test_parameter_groups_keep_their_ratios() -> None:
+    seen = []
+
+    class Probe(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            seen.append([group["lr"] for group in optimizer.param_groups])
+
+    fit(TwoGroups(), lt.WarmupCosineScheduler(2), Probe())
+    for rates, expected in zip(seen, curve(2, 7, 7), strict=True):
+        assert rates == pytest.approx([expected, 10 * expected, 0.0])
+
+
+class TensorRate(Net):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01), foreach=False)
+
+
+def test_a_rate_that_is_a_tensor_is_written_in_place() -> None:
+    rates = Rates()
+    fit(TensorRate(), lt.WarmupCosineScheduler(2), rates)
+    assert rates.seen[0] == pytest.approx(curve(2, 7, 7), rel=1e-6)
+
+
+@pytest.mark.parametrize("first", ["monitor", "schedule"])
+@pytest.mark.parametrize("way", [{}, {"fused": True}])
+def test_learning_rate_monitor_shows_the_rate_of_the_step(tmp_path, first: str, way: dict) -> None:
+    """Also under a fused optimizer with a scaler, where the verdict is read no earlier than before the next batch."""
+    rates, logger = Rates(), CSVLogger(tmp_path)
+    callbacks = [LearningRateMonitor(), lt.WarmupCosineScheduler(2)]
+    shown = []
+
+    class Probe(pl.Callback):
+        def on_train_batch_end(self, trainer, *args) -> None:
+            shown.append(float(trainer.callback_metrics["lr-SGD"]))
+
+    module = FixedGradients([[1.0], [INF], [1.0], [1.0]], lr=0.01, **way)
+    fit(module, *(callbacks if first == "monitor" else callbacks[::-1]), rates, Probe(), logger=logger, plugins=fp16())
+    assert shown == pytest.approx(rates.seen[0])
+    expected = curve(2, 4, 3)
+    assert shown == pytest.approx([expected[0], expected[1], expected[1], expected[2]])
+
+
+def test_a_group_added_while_training_follows_the_curve() -> None:
+    class Unfreezes(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            if batch_idx == 3:
+                extra = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1}
+                trainer.optimizers[0].add_param_group(extra)
+
+    module = Net(optimizer="sgd")
+    kept = []
+    module.on_train_end = lambda: kept.extend(group["lr"] for group in module.optimizers().param_groups)
+    fit(module, lt.WarmupCosineScheduler(0), Unfreezes())
+    assert kept == pytest.approx([0.001, 0.01])
+
+
+def test_nothing_of_ours_is_left_on_the_trainer() -> None:
+    run = fit(Net(), lt.WarmupCosineScheduler(2))
+    assert run.lr_scheduler_configs == []
+
+
+def test_fast_dev_run_forgives_a_warmup_that_is_longer() -> None:
+    fit(Net(), lt.WarmupCosineScheduler(1000), fast_dev_run=True)
