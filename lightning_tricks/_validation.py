@@ -70,7 +70,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"expected `{name}` to be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_indices(name: str, indices: Iterable[object]) -> frozenset[int]:
+def check_indices(name: str, indices: object) -> frozenset[int]:
     """Return optimizer indices as a set, or raise TypeError or ValueError.
 
     Args:
@@ -81,6 +81,8 @@ def check_indices(name: str, indices: Iterable[object]) -> frozenset[int]:
         >>> check_indices("optimizers", [0, 1]) == {0, 1}
         True
     """
+    if not isinstance(indices, Iterable) or isinstance(indices, str):
+        raise TypeError(f"expected `{name}` to be a list of optimizer indices, got {indices!r}")
     found = frozenset(check_int(f"an optimizer index in {name}", index, minimum=0) for index in indices)
     if not found:
         raise ValueError(f"expected `{name}` to name at least one optimizer index, got none")

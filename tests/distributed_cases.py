@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ import lightning_tricks as lt
 from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
 from tests.models import Net, fit, rank_loader, seeded, weights
+from tests.models import trainer as quiet_trainer
 
 
 class ShardedNet(Net):
@@ -187,3 +189,26 @@ def checkpointed_under_ddp() -> dict[str, tuple[dict[str, torch.Tensor], dict[st
             pair.append(weights(module))
         found[name] = (pair[0], pair[1])
     return found
+
+
+def resumed_on_two_ranks(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Weights of an uninterrupted and of a resumed DDP run with dropout; and a draw of this rank after each."""
+    rank = torch.distributed.get_rank()
+    path = Path(folder) / "a.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    results, draws = [], []
+    for seed, checkpoint in ((0, None), (5, path)):
+        module = seeded(lambda: Net(dropout=0.3))
+        torch.manual_seed(seed + rank)
+        run = quiet_trainer(
+            lt.ExactResume(), Save(), strategy="ddp", devices=2, use_distributed_sampler=False, max_epochs=3
+        )
+        run.fit(module, rank_loader(rank, 2), ckpt_path=checkpoint, weights_only=True)
+        results.append(weights(module))
+        draws.append(float(torch.rand(())))
+    return results[0], results[1], draws

@@ -260,9 +260,7 @@ def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
         }
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    cli = LightningCLI(
-        WithData, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None
-    )
+    cli = LightningCLI(WithData, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None)
     cli.trainer.fit(cli.model)
     assert lt.step_ledger(cli.trainer)[0].applied == 7
     assert cli.trainer.callback_metrics.keys() >= fit(Net(), row.build("acting")).callback_metrics.keys()

@@ -56,7 +56,9 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", [p for p in files() if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in files() if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_layer_keeps_to_its_imports(path: Path) -> None:
     assert faults(path.relative_to(PACKAGE).parts[0], path.read_text()) == []
 

@@ -83,6 +83,8 @@ class WarmupCosineScheduler(Trick):
         self.min_lr_ratio = check_number("min_lr_ratio", min_lr_ratio, maximum=1.0)
         self.min_lr = None if min_lr is None else check_number("min_lr", min_lr)
         self.start_factor = None if start_factor is None else check_number("start_factor", start_factor, maximum=1.0)
+        if isinstance(total_steps, Mapping):
+            check_indices("total_steps", total_steps)
         for one in total_steps.values() if isinstance(total_steps, Mapping) else [total_steps]:
             if one is not None:
                 check_int("total_steps", one, minimum=1)

@@ -136,7 +136,9 @@ def test_case_20_frozen_blocks_in_front() -> None:
     fit(plain)
     fit(module, lt.ActivationCheckpointing())
     assert_same(weights(module), weights(plain))
-    assert any((first != second).any() for first, second in zip(FrozenFront().parameters(), module.parameters(), strict=True))
+    assert any(
+        (first != second).any() for first, second in zip(FrozenFront().parameters(), module.parameters(), strict=True)
+    )
 
 
 def test_case_21_a_checkpoint_loads_into_the_plain_module(tmp_path) -> None:

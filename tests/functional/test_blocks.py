@@ -77,7 +77,10 @@ class Embeddings(nn.Module):
         # a block inside of a block: the outermost repeats
         (lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())), ["0", "1"]),
         # two stacks that differ inside are no kind, so their blocks are
-        (lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(*[Block()] * 1, nn.ReLU())), ["0.0", "0.1"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(*[Block()] * 1, nn.ReLU())),
+            ["0.0", "0.1"],
+        ),
     ],
 )
 def test_auto(build, expected: list[str]) -> None:

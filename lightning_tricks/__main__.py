@@ -1,0 +1,45 @@
+"""The command line: ``python -m lightning_tricks list`` prints the table of tricks."""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+import lightning_tricks
+from lightning_tricks.composition import Trick
+
+
+def public_tricks() -> list[type[Trick]]:
+    """Return the public callbacks, in alphabetical order."""
+    public = (getattr(lightning_tricks, name) for name in sorted(lightning_tricks.__all__))
+    return [one for one in public if isinstance(one, type) and issubclass(one, Trick) and one is not Trick]
+
+
+def table_in_markdown() -> str:
+    """Return the table of tricks as it stands in the README."""
+    rows = [f"| `{trick.__name__}` | {trick.buys} | {trick.costs} |" for trick in public_tricks()]
+    return "\n".join(["| callback | what it buys | what it costs |", "| --- | --- | --- |", *rows])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: the words after the program's name; None for those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_tricks", description=lightning_tricks.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="the tricks, what each buys and what it costs")
+    listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        print(table_in_markdown())
+        return
+    table = Table("callback", "what it buys", "what it costs")
+    for trick in public_tricks():
+        table.add_row(trick.__name__, trick.buys, trick.costs)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Wrong arguments: refused where they are given, with the argument's name and what came."""
+
+import math
+
+import pytest
+
+import lightning_tricks as lt
+
+NAN = float("nan")
+
+WRONG = [
+    (lt.GradientNormClipping, {"max_norm": -1.0}, ValueError, "`max_norm` to be above 0.0, got -1.0"),
+    (lt.GradientNormClipping, {"max_norm": 0}, ValueError, "`max_norm` to be above 0.0, got 0"),
+    (lt.GradientNormClipping, {"max_norm": NAN}, ValueError, "`max_norm` .* got nan"),
+    (lt.GradientNormClipping, {"max_norm": "1"}, TypeError, "`max_norm` to be a number, got '1'"),
+    (lt.GradientNormClipping, {"max_norm": True}, TypeError, "`max_norm` to be a number, got True"),
+    (lt.GradientNormClipping, {"max_norm": None}, TypeError, "`max_norm` to be a number, got None"),
+    (lt.GradientNormClipping, {"max_norm": {}}, ValueError, "`max_norm` to name at least one"),
+    (lt.GradientNormClipping, {"max_norm": {-1: 1.0}}, ValueError, "got -1"),
+    (lt.GradientNormClipping, {"max_norm": {"a": 1.0}}, TypeError, "got 'a'"),
+    (lt.GradientNormClipping, {"max_norm": {0: -1.0}}, ValueError, "`max_norm` .* got -1.0"),
+    (lt.GradientNormClipping, {"norm_type": 0.0}, ValueError, "`norm_type` .* got 0.0"),
+    (lt.GradientNormClipping, {"nonfinite": "drop"}, ValueError, "`nonfinite` to be one of 'skip', .* got 'drop'"),
+    (lt.GradientValueClipping, {"max_value": -0.5}, ValueError, "`max_value` to be above 0.0, got -0.5"),
+    (lt.GradientValueClipping, {"max_value": NAN}, ValueError, "`max_value` .* got nan"),
+    (lt.GradientValueClipping, {"max_value": 1.0, "nonfinite": 1}, ValueError, "`nonfinite` .* got 1"),
+    (lt.LossScaleMonitor, {"alarm_after_skips": 0}, ValueError, "`alarm_after_skips` to be at least 1, got 0"),
+    (lt.LossScaleMonitor, {"alarm_after_skips": 2.5}, TypeError, "`alarm_after_skips` to be an int, got 2.5"),
+    (lt.WarmupCosineScheduler, {"warmup": -1}, ValueError, "`warmup` to be at least 0, got -1"),
+    (lt.WarmupCosineScheduler, {"warmup": 1.0}, ValueError, "`warmup` .* below 1.0, got 1.0"),
+    (lt.WarmupCosineScheduler, {"warmup": NAN}, ValueError, "`warmup` .* got nan"),
+    (lt.WarmupCosineScheduler, {"warmup": "3%"}, TypeError, "`warmup` to be a number, got '3%'"),
+    (lt.WarmupCosineScheduler, {"warmup": True}, TypeError, "`warmup` to be an int, got True"),
+    (lt.WarmupCosineScheduler, {"min_lr_ratio": 1.5}, ValueError, "`min_lr_ratio` .* at most 1.0, got 1.5"),
+    (lt.WarmupCosineScheduler, {"min_lr": -1e-6}, ValueError, "`min_lr` .* got -1e-06"),
+    (lt.WarmupCosineScheduler, {"start_factor": 2.0}, ValueError, "`start_factor` .* got 2.0"),
+    (lt.WarmupCosineScheduler, {"total_steps": 0}, ValueError, "`total_steps` to be at least 1, got 0"),
+    (lt.WarmupCosineScheduler, {"total_steps": 1e4}, TypeError, "`total_steps` to be an int, got 10000.0"),
+    (lt.WarmupCosineScheduler, {"total_steps": {0: -1}}, ValueError, "`total_steps` .* got -1"),
+    (lt.WarmupCosineScheduler, {"total_steps": {"a": 1}}, TypeError, "got 'a'"),
+    (lt.WarmupCosineScheduler, {"optimizers": []}, ValueError, "`optimizers` to name at least one"),
+    (lt.WarmupCosineScheduler, {"optimizers": [0.5]}, TypeError, "got 0.5"),
+    (lt.WarmupCosineScheduler, {"optimizers": 0}, TypeError, "`optimizers` .* got 0"),
+    (lt.ActivationCheckpointing, {"blocks": 3}, TypeError, "`blocks` .* got 3"),
+    (lt.ActivationCheckpointing, {"blocks": []}, ValueError, "`blocks` .* empty list"),
+    (lt.ActivationCheckpointing, {"every": 0}, ValueError, "`every` to be at least 1, got 0"),
+    (lt.ActivationCheckpointing, {"every": 1.5}, TypeError, "`every` to be an int, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("trick", "arguments", "error", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_arguments_are_refused(trick, arguments: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        trick(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("trick", "arguments"),
+    [
+        (lt.GradientNormClipping, {"max_norm": math.inf}),
+        (lt.GradientNormClipping, {"max_norm": 1, "norm_type": math.inf}),
+        (lt.GradientValueClipping, {"max_value": 1}),
+        (lt.WarmupCosineScheduler, {"warmup": 0.0, "min_lr": 0.0, "start_factor": 0.0}),
+        (lt.WarmupCosineScheduler, {"warmup": 0, "min_lr_ratio": 1, "optimizers": [0, 1]}),
+    ],
+)
+def test_edges_are_allowed(trick, arguments: dict) -> None:
+    trick(**arguments)
+
+
+def test_names_defaults_and_order_are_as_promised() -> None:
+    import inspect
+
+    signatures = {
+        "GradientNormClipping": "(max_norm=1.0, *, norm_type=2.0, nonfinite='skip')",
+        "GradientValueClipping": "(max_value, *, nonfinite='skip')",
+        "LossScaleMonitor": "(*, alarm_after_skips=10)",
+        "WarmupCosineScheduler": "(warmup=0.03, *, min_lr_ratio=0.1, min_lr=None, start_factor=None, "
+        "total_steps=None, optimizers=None)",
+        "ActivationCheckpointing": "(blocks='auto', *, every=1)",
+        "ExactResume": "()",
+    }
+    for name, expected in signatures.items():
+        signature = inspect.signature(getattr(lt, name))
+        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        assert str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)) == expected
