@@ -95,12 +95,12 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
             "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235). "
             "Use ModelParallelStrategy, which is FSDP2"
         )
-    if isinstance(trainer.strategy, DDPStrategy) and trainer.accumulate_grad_batches > 1:
-        if trainer.strategy._ddp_kwargs.get("static_graph"):
-            return (
-                "static_graph=True fails inside of torch with accumulate_grad_batches="
-                f"{trainer.accumulate_grad_batches} (PL#20395): drop one of the two"
-            )
+    static_graph = isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_kwargs.get("static_graph")
+    if static_graph and trainer.accumulate_grad_batches > 1:
+        return (
+            "static_graph=True fails inside of torch with accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches} (PL#20395): drop one of the two"
+        )
     if "XLA" in type(trainer.strategy).__name__:
         return "nothing of this package was run on XLA"
     return None

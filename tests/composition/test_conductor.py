@@ -131,7 +131,7 @@ def test_another_packages_trainer_is_named() -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters())
 
-    with pytest.raises(TypeError, match="import lightning.pytorch as pl"):
+    with pytest.raises(TypeError, match=r"import lightning\.pytorch as pl"):
         run.fit(Module(), loader())
 
 

@@ -119,14 +119,15 @@ def test_fused_sgd_momentum_survives_a_first_step_that_is_skipped() -> None:
     """Skipped inside of its kernel, torch's fused SGD would keep uninitialised memory as its momentum."""
     rows = [[INF, 1.0], [1.0, 1.0], [1.0, 1.0]]
 
-    def run(**options) -> list[float]:
+    def run(fused: bool, plugins) -> list[float]:
         module = FixedGradients(rows)
-        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, **options)
-        fit(module, lt.GradientNormClipping(INF), plugins=plugins() if plugins else None)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, fused=fused)
+        fit(module, lt.GradientNormClipping(INF), plugins=plugins)
         return module.weight.tolist()
 
-    for plugins in (None, lambda: fp16(2.0)):
-        assert run(fused=True) == run(fused=False) == pytest.approx([-2.9, -2.9])
+    for scaler in (False, True):
+        fused, plain = (run(fused, fp16(2.0) if scaler else None) for fused in (True, False))
+        assert fused == plain == pytest.approx([-2.9, -2.9])
 
 
 def test_verdicts_are_the_same_on_every_rank(two_processes) -> None:

@@ -1,0 +1,102 @@
+"""Run all benchmarks: ``python -m tests.benchmarks``. Prints ratios measured side by side in one process."""
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import lightning_tricks as lt
+from tests.benchmarks.side_by_side import Result, Run, Stack, milliseconds, ratio, seconds_per_step
+
+WIDTH, DEPTH, BATCH = 256, 12, 384  # a step of about 20 ms on two cores
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: its name in the README, and the function that runs it."""
+
+    name: str
+    run: Callable[[str], Result]
+
+
+def clipping(name: str) -> Result:
+    runs: list[Run] = [
+        lambda: (Stack(WIDTH, DEPTH), [lt.GradientNormClipping(1.0)], {"log_every_n_steps": 50}),
+        lambda: (Stack(WIDTH, DEPTH), [], {"log_every_n_steps": 50, "gradient_clip_val": 1.0}),
+    ]
+    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=100, rounds=8)
+    value = ratio(results, 0, 1)
+    return Result(name, f"{value:.3f}", "at most 1.03", value <= 1.03, milliseconds(results))
+
+
+def three_callbacks(name: str) -> Result:
+    def tricks() -> list:
+        return [lt.GradientNormClipping(1.0), lt.LossScaleMonitor(), lt.WarmupCosineScheduler()]
+
+    runs: list[Run] = [
+        lambda: (Stack(WIDTH, DEPTH), tricks(), {"log_every_n_steps": 50}),
+        lambda: (Stack(WIDTH, DEPTH), [], {"log_every_n_steps": 50}),
+    ]
+    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=100, rounds=8)
+    value = ratio(results, 0, 1)
+    return Result(name, f"{value:.3f}", "at most 1.05", value <= 1.05, milliseconds(results))
+
+
+def norm_logging(name: str) -> Result:
+    """What logging adds to a step without it, on 200 small tensors, logged each step."""
+    runs: list[Run] = [
+        lambda: (Stack(8, 100), [lt.GradientNormClipping(float("inf"), nonfinite="ignore")], {}),
+        lambda: (Stack(8, 100, log_norms=True), [], {}),
+        lambda: (Stack(8, 100), [], {}),
+    ]
+    results = seconds_per_step(runs, torch.randn(4, 8), steps=40, rounds=5)
+    times = [(theirs - plain) / (ours - plain) for ours, theirs, plain in results]
+    value = sorted(times)[len(times) // 2]
+    return Result(name, f"{value:.0f} times cheaper", "at least 10", value >= 10, milliseconds(results))
+
+
+def checkpointing(name: str) -> Result:
+    runs: list[Run] = [
+        lambda: (Stack(WIDTH, DEPTH), [lt.ActivationCheckpointing()], {}),
+        lambda: (Stack(WIDTH, DEPTH), [], {}),
+    ]
+    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=60, rounds=5)
+    value = ratio(results, 0, 1)
+    return Result(name, f"{value:.2f}", "reported", True, milliseconds(results))
+
+
+BENCHMARKS = (
+    Benchmark("a step with `GradientNormClipping` against `Trainer(gradient_clip_val=...)`", clipping),
+    Benchmark("clipping, loss-scale monitor and schedule against none, on a step of 20 ms", three_callbacks),
+    Benchmark("`grad/norm` against Lightning's `self.log_dict(grad_norm(self, 2))`, 200 tensors", norm_logging),
+    Benchmark("a step with `ActivationCheckpointing` against none (it recomputes)", checkpointing),
+)
+
+
+def main() -> int:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(2)
+    table = Table("benchmark", "measured", "bound", "times of a step")
+    rows, held = [], True
+    for benchmark in BENCHMARKS:
+        with contextlib.redirect_stdout(io.StringIO()):
+            result = benchmark.run(benchmark.name)
+        held &= result.holds
+        table.add_row(result.name, result.value, result.bound, result.detail)
+        rows.append(f"| {result.name} | {result.value} | {result.bound} | {result.detail} |")
+    Console(width=150).print(table)
+    if "--markdown" in sys.argv:
+        print("\n".join(["| benchmark | measured | bound | times of a step |", "| --- | --- | --- | --- |", *rows]))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

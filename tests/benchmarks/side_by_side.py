@@ -1,0 +1,93 @@
+"""Time runs of a Trainer side by side: alternately, in one process, so that a noisy machine is noisy for all of them."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.models import trainer
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report.
+
+    Args:
+        name: what was compared.
+        value: what came out.
+        bound: what it is to be.
+        holds: whether it is.
+        detail: the times behind it.
+    """
+
+    name: str
+    value: str
+    bound: str
+    holds: bool
+    detail: str
+
+
+class Stack(pl.LightningModule):
+    """Linear layers with a nonlinearity: `depth` blocks of two tensors each."""
+
+    def __init__(self, width: int, depth: int, log_norms: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+        self.log_norms = log_norms
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.blocks(batch).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.log_norms:  # as Lightning documents it
+            self.log_dict(pl.utilities.grad_norm(self, norm_type=2))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Clock(pl.Callback):
+    """Seconds between the starts of batches, the first few left out."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *args) -> None:
+        self.starts.append(time.perf_counter())
+
+    def steps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.starts[3:], self.starts[4:], strict=False)]
+
+
+Run = Callable[[], tuple[pl.LightningModule, list[pl.Callback], dict]]
+
+
+def seconds_per_step(runs: list[Run], data: torch.Tensor, *, steps: int, rounds: int) -> list[list[float]]:
+    """Median seconds of a step, for each round and run; the runs take turns, in both orders."""
+    results = []
+    for round_ in range(rounds):
+        order = range(len(runs)) if round_ % 2 == 0 else reversed(range(len(runs)))
+        medians = [0.0] * len(runs)
+        for index in order:
+            module, callbacks, options = runs[index]()
+            clock = Clock()
+            fit = trainer(*callbacks, clock, **{"max_steps": steps, "max_epochs": -1, **options})
+            fit.fit(module, DataLoader(data.expand(steps, *data.shape), batch_size=None))
+            medians[index] = statistics.median(clock.steps())
+        results.append(medians)
+    return results
+
+
+def ratio(results: list[list[float]], of: int, to: int) -> float:
+    """Median over the rounds of one run's time over another's in the same round."""
+    return statistics.median(medians[of] / medians[to] for medians in results)
+
+
+def milliseconds(results: list[list[float]]) -> str:
+    best = [statistics.median(column) for column in zip(*results, strict=True)]
+    return " / ".join(f"{1e3 * seconds:.2f} ms" for seconds in best)

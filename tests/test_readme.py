@@ -1,0 +1,76 @@
+"""What the README says: its code runs, its table is the code's, and the tests that it names exist."""
+
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+import lightning_tricks as lt
+from lightning_tricks.__main__ import main, table_in_markdown
+from tests.models import Net, loader
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
+    """In the order in which it stands there, as a reader would type it; the reader brings the module and the data."""
+    monkeypatch.chdir(tmp_path)
+    names = {"module": Net(), "data": loader(), "torch": torch}
+    python = blocks("python")
+    assert len(python) == 3
+    for code in python:
+        exec(compile(code, "README.md", "exec"), names)
+    assert lt.step_ledger(names["trainer"])[0].applied == 7
+    assert "7 0 0 0 applied" in capsys.readouterr().out
+    assert len(python[0].strip().splitlines()) <= 12
+
+    noisy = names["GradientNoise"](0.1)
+    run = pl.Trainer(callbacks=[noisy, lt.GradientNormClipping()], max_epochs=1, accelerator="cpu", log_every_n_steps=1)
+    run.fit(Net(), loader())
+    assert float(run.callback_metrics["noise/scale"]) == torch.tensor(0.1)
+
+
+def test_two_commands_do_all_the_set_up() -> None:
+    start = README.split("## Start")[1].split("\n## ")[0]
+    assert re.findall(r"```\n(.*?)\n```", start) == [
+        'pip install -e ".[plot]" && python examples/train_language_model.py',
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def test_continuous_integration_runs_the_readmes_commands() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "README.md" in script  # it reads them from there
+
+
+def test_table_of_tricks_is_the_codes() -> None:
+    between = README.split("<!-- tricks: python -m lightning_tricks list --markdown -->")[1].split("<!-- /tricks -->")[0]
+    assert between.strip() == table_in_markdown()
+
+
+def test_command_line_prints_the_table(capsys) -> None:
+    main(["list", "--markdown"])
+    assert capsys.readouterr().out.strip() == table_in_markdown()
+    main(["list"])
+    assert "GradientNormClipping" in capsys.readouterr().out
+
+
+def test_the_tests_that_it_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", README))
+    assert len(named) > 15
+    written = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name in named if f"def {name}(" not in written} == set()
+
+
+def test_benchmarks_of_the_readme_are_those_that_run() -> None:
+    from tests.benchmarks.__main__ import BENCHMARKS
+
+    between = README.split("<!-- benchmarks -->")[1].split("<!-- /benchmarks -->")[0]
+    named = re.findall(r"^\| ([^|]+?) \|", between, flags=re.MULTILINE)[2:]
+    assert named == [benchmark.name for benchmark in BENCHMARKS]
