@@ -127,7 +127,9 @@ def draw(history: History, threshold: float, path: Path) -> None:
     panels[2].plot(history.rate, color="C2")
     panels[2].set(ylabel="learning rate", ylim=(0, None))
     skipped = [step for step, verdict in enumerate(history.verdict) if verdict != "applied"]
-    panels[3].axvspan(0, len(history.loss), color="C2", alpha=0.25, label=f"applied: {len(history.loss) - len(skipped)}")
+    panels[3].axvspan(
+        0, len(history.loss), color="C2", alpha=0.25, label=f"applied: {len(history.loss) - len(skipped)}"
+    )
     panels[3].vlines(skipped, 0, 1, color="C3", lw=2, label=f"skipped, guard: {len(skipped)}")
     panels[3].set(ylabel="verdict", yticks=[], xlabel="optimizer step", ylim=(0, 1))
     panels[3].legend(loc="center right", framealpha=1.0)

@@ -198,7 +198,9 @@ def draw(history: History, threshold: float, path: Path) -> None:
     panels[1].legend(loc="upper right")
     panels[2].plot(steps, history.rates, color="C2")
     panels[2].set(ylabel="learning rate", ylim=(0, None))
-    panels[3].axvspan(1, len(history.rows), color="C2", alpha=0.25, label=f"applied: {history.verdicts.count('applied')}")
+    panels[3].axvspan(
+        1, len(history.rows), color="C2", alpha=0.25, label=f"applied: {history.verdicts.count('applied')}"
+    )
     for kind, color in (("skipped_overflow", "C3"), ("skipped_guard", "C1"), ("skipped_empty", "C7")):
         hits = [step for step, verdict in zip(steps, history.verdicts, strict=True) if verdict == kind]
         if hits:

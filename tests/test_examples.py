@@ -25,7 +25,9 @@ def number(pattern: str, text: str) -> float:
 
 def test_language_model(tmp_path) -> None:
     """A few steps of a small model; the whole run is the README's first command, and stands in `.ci/run`."""
-    output = run("train_language_model.py", tmp_path, "--steps", "60", "--width", "32", "--eval-batches", "4", "--compare")
+    output = run(
+        "train_language_model.py", tmp_path, "--steps", "60", "--width", "32", "--eval-batches", "4", "--compare"
+    )
     entropy = number(r"order-0 entropy *│ ([\d.]+)", output)
     bits = number(r"with lightning_tricks *│ ([\d.]+)", output)
     assert entropy == pytest.approx(4.6, abs=0.3)

@@ -50,7 +50,9 @@ def test_continuous_integration_runs_the_readmes_commands() -> None:
 
 
 def test_table_of_tricks_is_the_codes() -> None:
-    between = README.split("<!-- tricks: python -m lightning_tricks list --markdown -->")[1].split("<!-- /tricks -->")[0]
+    between = README.split("<!-- tricks: python -m lightning_tricks list --markdown -->")[1].split("<!-- /tricks -->")[
+        0
+    ]
     assert between.strip() == table_in_markdown()
 
 

@@ -188,6 +188,7 @@ class GradientNormClipping(_GradientClipping):
         super().reset()
         self._coefficients: dict[int, Tensor] = {}
         self._clipped: dict[int, Tensor] = {}
+        self._clipped_since: dict[int, Tensor] = {}  # not yet in the metric, whose update costs more than the clipping
         self._num_clipped: dict[int, SumMetric] = {}
 
     @override
@@ -212,18 +213,29 @@ class GradientNormClipping(_GradientClipping):
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         clipped = self._clipped.pop(step.index, None)
         if clipped is not None and step.applied is not False:
-            counter = self._num_clipped.setdefault(step.index, _counter()).to(clipped.device)
-            counter.update(clipped * step.applied)
+            clipped = clipped * step.applied
+            since = self._clipped_since.get(step.index)
+            self._clipped_since[step.index] = clipped if since is None else since + clipped
+
+    def _count_clipped(self) -> dict[int, SumMetric]:
+        """Bring the metrics up to date."""
+        for index, clipped in self._clipped_since.items():
+            if index not in self._num_clipped:
+                self._num_clipped[index] = _counter()
+            self._num_clipped[index].to(clipped.device).update(clipped)
+        self._clipped_since.clear()
+        return self._num_clipped
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         values = dict(super().metrics(trainer, stepped))
+        counters = self._count_clipped()
         for index in stepped:
             if index in self._coefficients:
                 values[key_of("grad/clip_coefficient", index)] = self._coefficients[index]
-            if index in self._num_clipped:
+            if index in counters:
                 applied = max(step_ledger(trainer)[index].applied, 1)
-                values[key_of("grad/clip_rate", index)] = self._num_clipped[index].compute() / applied
+                values[key_of("grad/clip_rate", index)] = counters[index].compute() / applied
         return values
 
     @override
@@ -238,7 +250,7 @@ class GradientNormClipping(_GradientClipping):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_clipped": {index: float(counter.compute()) for index, counter in self._num_clipped.items()}}
+        return {"num_clipped": {index: float(one.compute()) for index, one in self._count_clipped().items()}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -67,27 +67,22 @@ class Clock(pl.Callback):
 Run = Callable[[], tuple[pl.LightningModule, list[pl.Callback], dict]]
 
 
-def seconds_per_step(runs: list[Run], data: torch.Tensor, *, steps: int, rounds: int) -> list[list[float]]:
-    """Median seconds of a step, for each round and run; the runs take turns, in both orders."""
-    results = []
+def seconds_per_step(runs: list[Run], data: torch.Tensor, *, steps: int, rounds: int) -> list[float]:
+    """Seconds of a step by run: the lower quartile over all rounds, since what disturbs a machine only adds time.
+
+    The runs take turns, in both orders.
+    """
+    times: list[list[float]] = [[] for _ in runs]
     for round_ in range(rounds):
         order = range(len(runs)) if round_ % 2 == 0 else reversed(range(len(runs)))
-        medians = [0.0] * len(runs)
         for index in order:
             module, callbacks, options = runs[index]()
             clock = Clock()
             fit = trainer(*callbacks, clock, **{"max_steps": steps, "max_epochs": -1, **options})
             fit.fit(module, DataLoader(data.expand(steps, *data.shape), batch_size=None))
-            medians[index] = statistics.median(clock.steps())
-        results.append(medians)
-    return results
+            times[index] += clock.steps()
+    return [statistics.quantiles(one, n=4)[0] for one in times]
 
 
-def ratio(results: list[list[float]], of: int, to: int) -> float:
-    """Median over the rounds of one run's time over another's in the same round."""
-    return statistics.median(medians[of] / medians[to] for medians in results)
-
-
-def milliseconds(results: list[list[float]]) -> str:
-    best = [statistics.median(column) for column in zip(*results, strict=True)]
-    return " / ".join(f"{1e3 * seconds:.2f} ms" for seconds in best)
+def milliseconds(times: list[float]) -> str:
+    return " / ".join(f"{1e3 * seconds:.2f} ms" for seconds in times)
