@@ -1,4 +1,4 @@
-"""Time runs of a Trainer side by side: alternately, in one process, so that a noisy machine is noisy for all of them."""
+"""Time runs of a Trainer side by side: alternately, in one process, so that a noisy machine is noisy for all."""
 
 import statistics
 import time
