@@ -3,12 +3,12 @@
 Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue number stands beside it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,16 +17,18 @@ from torch.optim import Optimizer
 
 __all__ = [
     "MisconfigurationException",
+    "accumulates",
     "add_scheduler",
     "callbacks_of",
-    "hook_name",
     "is_fast_dev_run",
     "is_logging_step",
     "load_loader_states",
+    "loader_generators",
     "loader_keeps_no_state",
     "loader_states_are_pending",
     "loss_scaler",
     "module_overrides",
+    "other_rate_writers",
     "remove_scheduler",
     "restart_train_iterator",
     "resume_point",
@@ -64,15 +66,9 @@ def module_overrides(hook: str, module: pl.LightningModule) -> bool:
     return bool(is_overridden(hook, module))
 
 
-@contextmanager
-def hook_name(module: pl.LightningModule, name: str) -> Iterator[None]:
-    """Let `module.log` act as if it were called from the hook `name`."""
-    before = module._current_fx_name
-    module._current_fx_name = name
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether this batch is a micro-batch of a window that goes on, which the Trainer never logs."""
+    return trainer.lightning_module.automatic_optimization and bool(trainer.fit_loop._should_accumulate())
 
 
 def loss_scaler(trainer: pl.Trainer) -> Any:
@@ -96,10 +92,12 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
             "Use ModelParallelStrategy, which is FSDP2"
         )
     static_graph = isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_kwargs.get("static_graph")
-    if static_graph and trainer.accumulate_grad_batches > 1:
+    schedules = [one.scheduling for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler)]
+    accumulation = max([trainer.accumulate_grad_batches, *(k for one in schedules for k in one.values())])
+    if static_graph and accumulation > 1:
         return (
-            "static_graph=True fails inside of torch with accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches} (PL#20395): drop one of the two"
+            f"static_graph=True fails inside of torch with accumulate_grad_batches={accumulation} (PL#20395): "
+            "drop one of the two"
         )
     if "XLA" in type(trainer.strategy).__name__:
         return "nothing of this package was run on XLA"
@@ -109,6 +107,11 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
 def schedulers_of(trainer: pl.Trainer) -> list[LRSchedulerConfig]:
     """The learning-rate schedulers that the Trainer steps and saves."""
     return trainer.strategy.lr_scheduler_configs
+
+
+def other_rate_writers(trainer: pl.Trainer) -> list[str]:
+    """Names of Lightning's own callbacks in the list that set the learning rate."""
+    return [type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, StochasticWeightAveraging)]
 
 
 def add_scheduler(trainer: pl.Trainer, scheduler: Any, name: str | None = None) -> None:
@@ -130,7 +133,7 @@ def train_batches_per_epoch(trainer: pl.Trainer) -> float:
     return trainer.num_training_batches
 
 
-ResumePoint = Literal["nowhere", "inside epoch", "after last batch", "after validation", "after epoch"]
+ResumePoint = Literal["after fit", "inside epoch", "after last batch", "after validation", "after epoch"]
 
 
 def resume_point(trainer: pl.Trainer) -> ResumePoint:
@@ -140,10 +143,18 @@ def resume_point(trainer: pl.Trainer) -> ResumePoint:
     if fit_loop.resumed_on_epoch_end:
         return "after epoch"
     if not fit_loop.restarting:
-        return "nowhere"
+        return "after fit"
     if not epoch_loop.batch_progress.is_last_batch:
         return "inside epoch"
     return "after last batch" if epoch_loop.restarted_on_train_batch_end else "after validation"
+
+
+def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
+    """Random generators of their own that the training loaders and their samplers draw from, each once."""
+    loader = trainer.fit_loop._combined_loader
+    owners = [] if loader is None else [o for one in loader.flattened for o in (one, getattr(one, "sampler", None))]
+    found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
+    return list(found.values())
 
 
 def loader_keeps_no_state(trainer: pl.Trainer) -> bool:

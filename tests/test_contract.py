@@ -42,12 +42,23 @@ MODES = {
     "fused": (lambda **o: Net(fused=True, **o), {}),
     "accumulation 3": (Net, {"accumulate_grad_batches": 3}),
     "fp16 accumulation 3": (Net, {"accumulate_grad_batches": 3, "plugins": lambda: fp16(2.0**18)}),
+    "fp16 fused accumulation 3": (
+        lambda **o: Net(fused=True, **o),
+        {"accumulate_grad_batches": 3, "plugins": lambda: fp16(2.0**18)},
+    ),
+    "fp16 fused momentum": (
+        lambda **o: Net(fused=True, optimizer="momentum", **o),
+        {"plugins": lambda: fp16(2.0**18)},
+    ),
+    "logged every 3 steps": (Net, {"log_every_n_steps": 3}),
     "manual": (ManualNet, {}),
     "manual fp16": (ManualNet, {"plugins": lambda: fp16(2.0**18)}),
     "two optimizers": (TwoOptimizers, {}),
     "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: fp16(2.0**18)}),
 }
 modes = pytest.mark.parametrize("mode", MODES)
+# There a plain run steps on uninitialised memory, after a first step that overflows: nothing to compare with.
+sound_modes = pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp16 fused momentum"])
 
 
 def run_mode(mode: str, callbacks: list[pl.Callback], **more) -> tuple[pl.Trainer, Net]:
@@ -108,7 +119,7 @@ class SaveAt(pl.Callback):
 
 
 @rows
-@modes
+@sound_modes
 def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
     plain_run, plain = run_mode(mode, [])
     run, module = run_mode(mode, [row.build("neutral", manual=is_manual(mode))])
@@ -118,7 +129,7 @@ def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
 
 
 @rows
-@modes
+@sound_modes
 def test_acting_settings_act(row: Row, mode: str) -> None:
     """The other half of the neutral test: it could not tell if the trick were not listed at all."""
     _, plain = run_mode(mode, [])

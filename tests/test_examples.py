@@ -35,7 +35,7 @@ def test_language_model(tmp_path) -> None:
     assert number(r"plain Trainer, as many steps *│ ([\d.]+)", output) < 8
     assert "│ 60, 0" in output
     assert number(r"peak activation bytes saved *│ (\d+) MiB", output) > 0
-    assert "3 blocks: blocks.0, blocks.1, blocks.2" in output
+    assert "3 blocks: blocks.0" in output
     assert (tmp_path / "language_model.png").stat().st_size > 10_000
 
 

@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torchmetrics import SumMetric
 from typing_extensions import override
 
@@ -21,7 +20,9 @@ from lightning_tricks.functional.clipping import (
     clip_by_norm_,
     clip_by_value_,
     count_exceeding,
+    exceeds,
     gradient_norm,
+    is_nonfinite,
     nonfinite_names,
 )
 
@@ -54,9 +55,24 @@ class _GradientClipping(Trick):
         return found
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, LBFGS) and self.nonfinite == "skip":
+                raise ValueError(
+                    f'expected nonfinite="raise" or "ignore" for LBFGS, got {self.nonfinite!r}: it moves the weights '
+                    "within a step, so that no step can be left out"
+                )
+        for name, part in pl_module.named_modules():
+            if getattr(part, "sparse", False) is True:
+                raise ValueError(
+                    f"expected dense gradients, got {type(part).__name__}(sparse=True) at {name!r}: build it with "
+                    f"sparse=False, or drop {type(self).__name__}"
+                )
+
+    @override
     def reset(self) -> None:
         self._norms: dict[int, Tensor] = {}
-        self._seen_nonfinite: Tensor | None = None
+        self._seen_nonfinite: list[Tensor] = []
         self._warned = False
 
     @override
@@ -70,7 +86,7 @@ class _GradientClipping(Trick):
         gradients = step.gradients()
         self._forget(step.index)
         norm = self._norms[step.index] = gradient_norm(gradients, self.norm_type)
-        if self.nonfinite != "ignore" and self._leave_out(step, ~torch.isfinite(norm)):
+        if self.nonfinite != "ignore" and self._leave_out(step, is_nonfinite(norm)):
             if step.scaler is None:  # under a scaler a step that overflows is no news
                 self._tell(pl_module, parameters, gradients, norm)
             return
@@ -86,8 +102,7 @@ class _GradientClipping(Trick):
         if step.veto(nonfinite):
             return True
         if step.scaler is None and not self._warned:  # a fused optimizer: only the device knows, until we log
-            seen = self._seen_nonfinite
-            self._seen_nonfinite = nonfinite if seen is None else seen | nonfinite
+            self._seen_nonfinite.append(nonfinite)
         return False
 
     def _tell(
@@ -109,7 +124,8 @@ class _GradientClipping(Trick):
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
-        if self._seen_nonfinite is not None and not self._warned and bool(self._seen_nonfinite):
+        seen, self._seen_nonfinite = self._seen_nonfinite, []
+        if not self._warned and any(bool(one) for one in seen):
             self._warned = True
             rank_zero_warn(
                 "expected finite gradient norms, got at least one that is not: the fused optimizer left the step out. "
@@ -135,7 +151,8 @@ class GradientNormClipping(_GradientClipping):
             each optimizer its own, and leaves optimizers that it does not name alone.
         norm_type: p of the norm, above 0; `math.inf` for the largest absolute value.
         nonfinite: what to do when a norm is inf or nan. ``"skip"`` leaves the step out: weights, moments and schedules
-            stay. ``"raise"`` names the parameters. ``"ignore"`` steps on what is there. Under a loss scaler the first
+            stay; it warns once and names the parameters, but for a fused optimizer's, whose step only the device saw.
+            ``"raise"`` names them too. ``"ignore"`` steps on what is there. Under a loss scaler the first
             two leave the step to the scaler, which counts it as an overflow.
 
     Raises:
@@ -188,11 +205,11 @@ class GradientNormClipping(_GradientClipping):
         super().reset()
         self._coefficients: dict[int, Tensor] = {}
         self._clipped: dict[int, Tensor] = {}
-        self._clipped_since: dict[int, Tensor] = {}  # not yet in the metric, whose update costs more than the clipping
         self._num_clipped: dict[int, SumMetric] = {}
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
         refuse_missing_optimizers("max_norm", self._scope, len(trainer.optimizers))
 
     def _threshold(self, index: int) -> float:
@@ -207,35 +224,28 @@ class GradientNormClipping(_GradientClipping):
     def _clip(self, index: int, gradients: Sequence[Tensor], norm: Tensor, trainer: pl.Trainer) -> None:
         threshold = self._threshold(index)
         self._coefficients[index] = clip_by_norm_(gradients, threshold, norm)
-        self._clipped[index] = norm > threshold
+        self._clipped[index] = exceeds(norm, threshold)
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         clipped = self._clipped.pop(step.index, None)
         if clipped is not None and step.applied is not False:
-            clipped = clipped * step.applied
-            since = self._clipped_since.get(step.index)
-            self._clipped_since[step.index] = clipped if since is None else since + clipped
-
-    def _count_clipped(self) -> dict[int, SumMetric]:
-        """Bring the metrics up to date."""
-        for index, clipped in self._clipped_since.items():
-            if index not in self._num_clipped:
-                self._num_clipped[index] = _counter()
-            self._num_clipped[index].to(clipped.device).update(clipped)
-        self._clipped_since.clear()
-        return self._num_clipped
+            if step.index not in self._num_clipped:
+                self._num_clipped[step.index] = _counter()
+            counter = self._num_clipped[step.index]
+            if counter.device != clipped.device:  # a new one, or one from a checkpoint
+                counter.to(clipped.device)
+            counter.update(clipped * step.applied)
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         values = dict(super().metrics(trainer, stepped))
-        counters = self._count_clipped()
         for index in stepped:
             if index in self._coefficients:
                 values[key_of("grad/clip_coefficient", index)] = self._coefficients[index]
-            if index in counters:
+            if index in self._num_clipped:
                 applied = max(step_ledger(trainer)[index].applied, 1)
-                values[key_of("grad/clip_rate", index)] = counters[index].compute() / applied
+                values[key_of("grad/clip_rate", index)] = self._num_clipped[index].compute() / applied
         return values
 
     @override
@@ -250,10 +260,11 @@ class GradientNormClipping(_GradientClipping):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_clipped": {index: float(one.compute()) for index, one in self._count_clipped().items()}}
+        return {"num_clipped": {index: float(one.compute()) for index, one in self._num_clipped.items()}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._clipped.clear()
         self._num_clipped = {index: _counter() for index in state_dict["num_clipped"]}
         for index, count in state_dict["num_clipped"].items():
             self._num_clipped[index].update(count)
@@ -303,7 +314,7 @@ class GradientValueClipping(_GradientClipping):
 
     @override
     def _clip(self, index: int, gradients: Sequence[Tensor], norm: Tensor, trainer: pl.Trainer) -> None:
-        if is_logging_step(trainer):
+        if is_logging_step(trainer) or not trainer.lightning_module.automatic_optimization:
             self._exceeding[index] = count_exceeding(gradients, self.max_value)
         clip_by_value_(gradients, self.max_value)
 

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_tricks._lightning import (
     load_loader_states,
+    loader_generators,
     loader_keeps_no_state,
     loader_states_are_pending,
     restart_train_iterator,
@@ -26,8 +27,8 @@ class ExactResume(Trick):
 
     Python's, NumPy's, torch's and the device's. Lightning saves none of them, so that dropout, augmentation and the
     order of the data differ after a resume. With this callback a resumed run equals the uninterrupted one bit for bit:
-    at an epoch's edge with any loader, inside of an epoch with a loader that keeps its position (torchdata's
-    StatefulDataLoader); with another it warns.
+    at an epoch's edge with any loader but one of persistent workers, inside of an epoch with a loader that keeps its
+    position (torchdata's StatefulDataLoader); with another it warns.
 
     Random numbers that the module itself draws in ``on_train_start`` are drawn once more on resume.
 
@@ -51,6 +52,7 @@ class ExactResume(Trick):
 
     @override
     def reset(self) -> None:
+        self._resumes = False
         self._loaded: list[dict[str, Any]] | None = None
         self._loader_states: list[dict[str, Any]] = []
 
@@ -58,8 +60,10 @@ class ExactResume(Trick):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states: list[Any] = [capture_random_state()]
-        if trainer.world_size > 1:  # every rank comes here, one of them writes
+        own = {**capture_random_state(), "loaders": [one.get_state() for one in loader_generators(trainer)]}
+        states: list[Any] = [own]
+        # Every rank comes here and one of them writes; but after an exception the others may never come.
+        if trainer.world_size > 1 and not trainer.interrupted:
             states = states * trainer.world_size
             dist.all_gather_object(states, states[trainer.global_rank])
         checkpoint[self._key] = states
@@ -68,20 +72,19 @@ class ExactResume(Trick):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._resumes = True
         self._loaded = checkpoint.get(self._key)
         self._loader_states = saved_loader_states(checkpoint)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._loaded is None:
+        if not self._resumes:
             return
         point = resume_point(trainer)
         if loader_states_are_pending(trainer):
             load_loader_states(trainer, self._loader_states)
             restart_train_iterator(trainer)
-        elif point == "after epoch":  # the walk that Lightning began drew its order before random states were back
-            load_loader_states(trainer, self._loader_states)
-        self._restore(trainer, self._loaded)
+        self._restore(trainer, self._loaded or [])
         if point in ("after last batch", "after epoch"):
             restart_train_iterator(trainer)
         elif point == "inside epoch" and loader_keeps_no_state(trainer):
@@ -93,13 +96,21 @@ class ExactResume(Trick):
         self.reset()
 
     def _restore(self, trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
-        if len(states) != trainer.world_size:
+        if not states:
+            rank_zero_warn(
+                "ExactResume: the checkpoint was written without ExactResume and holds no random states: random "
+                "numbers will differ from the interrupted run's."
+            )
+        elif len(states) != trainer.world_size:
             rank_zero_warn(
                 f"ExactResume: the checkpoint holds the random states of {len(states)} process(es), this run has "
                 f"{trainer.world_size}: random numbers will differ from the interrupted run's."
             )
         if trainer.global_rank < len(states):
-            restore_random_state_(states[trainer.global_rank])
+            state = states[trainer.global_rank]
+            restore_random_state_(state)
+            for generator, saved in zip(loader_generators(trainer), state["loaders"], strict=False):
+                generator.set_state(saved.cpu())
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:

@@ -13,6 +13,7 @@ from lightning_tricks._lightning import (
     MisconfigurationException,
     add_scheduler,
     is_fast_dev_run,
+    other_rate_writers,
     remove_scheduler,
     schedulers_of,
 )
@@ -48,8 +49,8 @@ class WarmupCosineScheduler(Trick):
         MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
 
     Cost:
-        A few Python floats a step. Under a fused optimizer with a loss scaler one scalar read a step, at the start of
-        the next batch.
+        A few Python floats a step. Where only the device knows a step's verdict (a fused optimizer beside a loss
+        scaler, a clipper or a guard) one scalar read a step, at the start of the next batch.
 
     Reference:
         Goyal et al. (2017), arXiv:1706.02677; Loshchilov, Hutter (2017), arXiv:1608.03983.
@@ -62,7 +63,7 @@ class WarmupCosineScheduler(Trick):
     touches = Touches.HYPERPARAMETERS
     job = "set the learning rate"
     buys = "warmup and cosine decay over the steps that were really taken"
-    costs = "nothing to speak of"
+    costs = "one scalar read a step where a fused optimizer may skip one, else nothing to speak of"
 
     def __init__(
         self,
@@ -104,6 +105,10 @@ class WarmupCosineScheduler(Trick):
         return self._scoped_state_key(optimizers=sorted(self._scope or ()))
 
     @override
+    def rivals(self, trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+        return other_rate_writers(trainer)
+
+    @override
     def reset(self) -> None:
         self._schedulers: dict[int, _FollowsLedger] = {}
         self._saved: dict[int, dict[str, Any]] = {}
@@ -122,9 +127,9 @@ class WarmupCosineScheduler(Trick):
                 self._resolve(index, trainer, pl_module)  # what needs no data is refused before any is read
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for index, scheduler in self._schedulers.items():
-            scheduler.total_steps, scheduler.warmup_steps = self._resolve(index, trainer, pl_module)
+            scheduler.total_steps, scheduler.warmup_steps = self._resolve(index, trainer, module)
             scheduler.begin(step_ledger(trainer)[index])
 
     def _resolve(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[int, int]:
@@ -171,9 +176,10 @@ class WarmupCosineScheduler(Trick):
             self._schedulers[step.index].step()
 
     @override
-    def before_batch(self, trainer: pl.Trainer) -> None:
+    def catch_up(self, trainer: pl.Trainer) -> None:
         for scheduler in self._schedulers.values():
-            scheduler.catch_up()
+            if scheduler.behind:
+                scheduler.set_rates()
 
     def lr_at(self, step: int, base_lr: float, *, warmup_steps: int, total_steps: int) -> float:
         """Return the learning rate for the step after `step` applied ones.
@@ -206,7 +212,7 @@ class WarmupCosineScheduler(Trick):
         self._detach(trainer)
 
     def _detach(self, trainer: pl.Trainer) -> None:
-        self._saved = {index: one.state() for index, one in self._schedulers.items()} or self._saved
+        self._saved = self.state_dict().get("warmups", {})
         for scheduler in self._schedulers.values():
             remove_scheduler(trainer, scheduler)
         self._schedulers.clear()
@@ -222,7 +228,8 @@ class WarmupCosineScheduler(Trick):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        states = {index: one.state() for index, one in self._schedulers.items()} or self._saved
+        resolved = {index: one.state() for index, one in self._schedulers.items() if one.total_steps}
+        states = resolved or self._saved  # before training starts no length is known
         return {"warmups": states} if states else {}
 
     @override
@@ -244,16 +251,18 @@ class _FollowsLedger(LRScheduler):
         self.warmup_steps = 0
         self.total_steps = 0
         self.last_epoch = 0
+        self.behind = False
 
     def begin(self, ledger: OptimizerLedger) -> None:
         """Take each group's own rate as the top of its curve, and set the rate for the first step."""
         self.ledger = ledger
         for group in self.optimizer.param_groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
-        self.catch_up()
+        self.set_rates()
 
-    def catch_up(self) -> None:
+    def set_rates(self) -> None:
         """Set the rate for the next step. Synchronises where only the device knows the last step's verdict."""
+        self.behind = False
         self.last_epoch = self.ledger.applied
         for group in self.optimizer.param_groups:
             base = group.setdefault("initial_lr", float(group["lr"]))  # a group may be added while training
@@ -266,8 +275,9 @@ class _FollowsLedger(LRScheduler):
     @override
     def step(self, epoch: int | None = None) -> None:
         """Set the rate for the next step if that costs no synchronisation now; else it is set before the next batch."""
-        if self.ledger.known_on_host:
-            self.catch_up()
+        self.behind = not self.ledger.known_on_host
+        if not self.behind:
+            self.set_rates()
 
     def state(self) -> dict[str, Any]:
         """What a resume with another horizon has to know."""

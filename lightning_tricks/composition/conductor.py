@@ -10,12 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning import (
+    accumulates,
     callbacks_of,
-    hook_name,
     is_logging_step,
     loss_scaler,
     module_overrides,
@@ -100,7 +101,10 @@ class Conductor(Callback):
         self.tricks: list[Trick] = []
         self.step: OptimizerStep | None = None
         self._undo: list[Removable] = []
+        self._building: Removable | None = None
+        self._watched: list[Optimizer] = []
         self._stepped: set[int] = set()
+        self._warned_of_raw_steps = False
         self._window_has_loss = False
         self._batch_has_loss = False
         self._steps_without_ledger = 0
@@ -128,7 +132,8 @@ class Conductor(Callback):
         # The user's module is complete after its `configure_model`, or, without one, after its own `setup`.
         last = "configure_model" if module_overrides("configure_model", pl_module) else "setup"
         build = getattr(pl_module, last)
-        self._undo.append(patch_(pl_module, last, functools.partial(_build_then_edit, self, pl_module, build)))
+        self._building = patch_(pl_module, last, functools.partial(_build_then_edit, self, pl_module, build))
+        self._undo.append(self._building)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the ledger and begin to watch the optimizers."""
@@ -136,18 +141,21 @@ class Conductor(Callback):
         strategy = trainer.strategy
         watched = functools.partial(_watched_optimizer_step, self, trainer, strategy.optimizer_step)
         self._undo.append(patch_(strategy, "optimizer_step", watched))
-        for optimizer in trainer.optimizers:
+        self._watched = list(trainer.optimizers)
+        for optimizer in self._watched:
             self._undo.append(optimizer.register_step_pre_hook(functools.partial(_on_torch_step, self)))
             self._undo.append(optimizer.register_step_post_hook(functools.partial(_on_torch_stepped, self)))
         self._stepped.clear()
         self._window_has_loss = self._batch_has_loss = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the table, with all state loaded."""
+        """Let the tricks begin, with all state loaded, and print the table."""
         if self._steps_without_ledger:
             self.ledger.assume_applied(self._steps_without_ledger, len(trainer.optimizers))
             self._steps_without_ledger = 0
         self.ledger.open(len(trainer.optimizers))
+        for trick in self.tricks:
+            trick.start(trainer, pl_module)
         print_table(trainer, self.tricks)
 
     # Each batch
@@ -156,7 +164,7 @@ class Conductor(Callback):
         """Begin to look for a loss."""
         self._batch_has_loss = False
         for trick in self.tricks:
-            trick.before_batch(trainer)
+            trick.catch_up(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Note that this window has a loss."""
@@ -167,34 +175,53 @@ class Conductor(Callback):
     ) -> None:
         """Make the gradients ready for the tricks."""
         if self.step is not None:
+            has_loss = self._window_has_loss if self.step.scaler is None else self._batch_has_loss
             # In manual optimization several losses may stand for one optimizer: its gradients tell.
-            self.step.prepare(has_loss=self._window_has_loss or not pl_module.automatic_optimization)
+            self.step.prepare(has_loss=has_loss or not pl_module.automatic_optimization)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Log for all tricks, if the Trainer logs this batch and an optimizer stepped in it."""
-        if self._stepped and is_logging_step(trainer):
-            values: dict[str, float | Tensor] = {
-                "step/applied": float(sum(ledger.applied for ledger in self.ledger)),
-                "step/skipped": float(sum(ledger.skipped for ledger in self.ledger)),
-            }
-            for trick in self.tricks:
-                values.update(trick.metrics(trainer, self._stepped))
-            with hook_name(pl_module, "on_train_batch_end"):
-                for key, value in values.items():
-                    pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
+        """Log for all tricks, if the Trainer logs this batch and an optimizer stepped since it last did."""
+        if not self._stepped or not is_logging_step(trainer) or accumulates(trainer):
+            return
+        values: dict[str, float | Tensor] = {
+            "step/applied": float(sum(ledger.applied for ledger in self.ledger)),
+            "step/skipped": float(sum(ledger.skipped for ledger in self.ledger)),
+        }
+        for trick in self.tricks:
+            values.update(trick.metrics(trainer, self._stepped))
+        for key, value in values.items():
+            pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
         self._stepped.clear()
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> OptimizerStep:
         """Begin to watch a step."""
-        index = next(i for i, one in enumerate(trainer.optimizers) if one is optimizer)
+        index = next((i for i, one in enumerate(trainer.optimizers) if one is optimizer), None)
+        if index is None:
+            raise RuntimeError(
+                f"expected a step of one of the Trainer's {len(trainer.optimizers)} optimizers, got one of a "
+                f"{type(optimizer).__name__} that configure_optimizers did not return"
+            )
+        if optimizer not in self._watched:
+            raise RuntimeError(
+                f"expected the optimizers that training began with, got another {type(optimizer).__name__} for "
+                f"optimizer {index}: its steps cannot be followed. Return it from configure_optimizers"
+            )
+        for trick in self.tricks:
+            trick.catch_up(trainer)
         self.step = OptimizerStep(index, optimizer, loss_scaler(trainer))
         return self.step
+
+    def abandon_step(self) -> None:
+        """Forget a step that an exception ended."""
+        if self.step is not None:
+            self.step.abandon()
+            self.step = None
 
     def end_step(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Settle the step's verdict and tell the tricks."""
         step, self.step = self.step, None
         assert step is not None
-        step.settle(self.ledger[step.index], self._batch_has_loss or not module.automatic_optimization)
+        step.settle(self.ledger[step.index])
         self._window_has_loss = False
         self._stepped.add(step.index)
         for trick in self.tricks:
@@ -204,11 +231,11 @@ class Conductor(Callback):
 
     def undo(self) -> None:
         """Take back every change of the module, the strategy and the optimizers, the last one first."""
-        if self.step is not None:
-            self.step.abandon()
-            self.step = None
+        self.abandon_step()
         while self._undo:
             self._undo.pop().remove()
+        self._building = None
+        self._watched = []
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Undo."""
@@ -267,7 +294,8 @@ def _build_then_edit(
     conductor: Conductor, module: pl.LightningModule, build: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     output = build(*args, **kwargs)
-    conductor._undo.pop().remove()  # this patch itself: once is enough
+    assert conductor._building is not None
+    conductor._building.remove()  # once is enough
     conductor.edit(module)
     return output
 
@@ -278,7 +306,11 @@ def _watched_optimizer_step(
     if _find(trainer) is not conductor:  # the learning-rate finder runs trial steps with callbacks of its own
         return step(optimizer, *args, **kwargs)
     conductor.begin_step(trainer, optimizer)
-    output = step(optimizer, *args, **kwargs)
+    try:
+        output = step(optimizer, *args, **kwargs)
+    except BaseException:
+        conductor.abandon_step()  # the module may catch it, as one does that retries after running out of memory
+        raise
     conductor.end_step(trainer, trainer.lightning_module)
     return output
 
@@ -286,6 +318,12 @@ def _watched_optimizer_step(
 def _on_torch_step(conductor: Conductor, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if conductor.step is not None and conductor.step.optimizer is optimizer:
         conductor.step.on_step()
+    elif not conductor._warned_of_raw_steps:
+        conductor._warned_of_raw_steps = True
+        rank_zero_warn(
+            f"a step of {type(optimizer).__name__} went past the Trainer, so that no trick acts on it and no ledger "
+            "counts it: call step() of what self.optimizers() returns, not of the torch optimizer"
+        )
 
 
 def _on_torch_stepped(conductor: Conductor, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

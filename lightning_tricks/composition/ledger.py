@@ -99,10 +99,11 @@ class OptimizerLedger:
         """
         overflowed = overflow > 0
         vetoed = (veto > 0) & ~overflowed
-        index = torch.where(overflowed, 1, torch.where(vetoed, 2, 0))
-        counts = (torch.arange(len(VERDICTS), device=index.device) == index).long()
+        # Made of tensors that are on the device already: a Python number would be copied there, and waited for.
+        flags = (~(overflowed | vetoed), overflowed, vetoed, torch.zeros_like(vetoed))
+        counts = torch.stack(flags).long()
         self._unread = counts if self._unread is None else self._unread + counts
-        self._unread_last = index
+        self._unread_last = counts.argmax()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the last verdict, as plain values."""
@@ -171,7 +172,6 @@ class StepLedger(Sequence[OptimizerLedger]):
             steps: the Trainer's ``global_step``, which counts the steps of all optimizers (PL#17958).
             num_optimizers: how many optimizers share them, evenly for want of better knowledge.
         """
-        self.clear()
         self.open(num_optimizers)
         for ledger in self._ledgers:
             ledger.load_state_dict({**dict.fromkeys(VERDICTS, 0), "applied": steps // num_optimizers, "last": None})
@@ -186,7 +186,9 @@ class StepLedger(Sequence[OptimizerLedger]):
         Args:
             state: what `state_dict` returned.
         """
-        self.clear()
-        for one in state["optimizers"]:
-            self._ledgers.append(OptimizerLedger())
-            self._ledgers[-1].load_state_dict(one)
+        states = state["optimizers"]
+        del self._ledgers[len(states) :]
+        for index, one in enumerate(states):
+            if index == len(self._ledgers):
+                self._ledgers.append(OptimizerLedger())
+            self._ledgers[index].load_state_dict(one)  # in place: schedules hold on to their optimizer's ledger

@@ -38,6 +38,8 @@ class OptimizerStep:
         self._moved = False
         self._empty = False
         self._vetoed_on_host = False
+        self._overflowed_on_host = False
+        self._unscaled = False
         self._veto: Tensor | None = None
         self._overflow: Tensor | None = None
 
@@ -45,6 +47,10 @@ class OptimizerStep:
 
     def parameters(self) -> list[Tensor]:
         """Return the optimizer's parameters that have a gradient, unscaled; none once the step is vetoed."""
+        if self._fused and self.scaler is not None and not self._unscaled and not self._empty:
+            # Lightning unscales for all but fused optimizers, whose gradients would be seen, and clipped, scaled.
+            self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def gradients(self) -> list[Tensor]:
@@ -55,18 +61,18 @@ class OptimizerStep:
         """Leave the step out where `flag` is true: the weights, the moments and the schedules stay as they are.
 
         Args:
-            flag: a bool, or a scalar tensor that is true or above zero; the same on every rank.
+            flag: a bool, or a scalar tensor that is true or above zero (nan is neither); the same on every rank.
 
         Returns:
             True if the step is known to be left out. False too where only the device knows: a fused optimizer.
         """
         if isinstance(flag, Tensor) and self._fused and not _momentum_is_unset(self.optimizer):
-            flag = flag.float()
+            flag = (flag > 0).float()  # the kernel counts found_inf off its steps, so it must be 0 or 1
             self._veto = flag if self._veto is None else torch.maximum(self._veto, flag)
             if self.scaler is None:
                 self.optimizer.found_inf = self._veto  # type: ignore[attr-defined]
             return False
-        if bool(flag):
+        if bool(flag > 0):
             self._vetoed_on_host = True
             self._drop_gradients()
         return self._vetoed_on_host
@@ -91,13 +97,18 @@ class OptimizerStep:
     # For the conductor
 
     def prepare(self, has_loss: bool) -> None:
-        """Unscale a fused optimizer's gradients, and leave the step out if there was no loss to step on."""
-        if not has_loss or not self.parameters():
+        """Leave the step out if there was no loss to step on.
+
+        Args:
+            has_loss: whether there was one; of a window's micro-batches the last, under a scaler: without a loss there
+                Lightning neither unscales nor steps.
+        """
+        # An optimizer that evaluates its closure again begins again: what counts is the last look at the gradients.
+        self._vetoed_on_host = self._empty = False
+        self._veto = None
+        if not has_loss or all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
             self._empty = True
             self._drop_gradients()
-        elif self._fused and self.scaler is not None:
-            # Lightning unscales for all but fused optimizers, whose gradients would be seen, and clipped, scaled.
-            self.scaler.unscale_(self.optimizer)
 
     def on_step(self) -> None:
         """Combine the scaler's verdict with a veto; called as a torch hook right before the optimizer's own code."""
@@ -105,8 +116,9 @@ class OptimizerStep:
         if overflow is None:  # no scaler: this comes before the closure, and `veto` sets the flag itself
             return
         self._overflow = torch.as_tensor(overflow)
-        if _momentum_is_unset(self.optimizer):
-            if bool(self._overflow > 0):
+        if self._vetoed_on_host or _momentum_is_unset(self.optimizer):
+            self._overflowed_on_host = bool(self._overflow > 0)
+            if self._overflowed_on_host:
                 self._drop_gradients()
         elif self._veto is not None:
             self.optimizer.found_inf = torch.maximum(self._overflow, self._veto)  # type: ignore[attr-defined]
@@ -121,18 +133,16 @@ class OptimizerStep:
         if self.scaler is None and self._veto is not None:
             vars(self.optimizer).pop("found_inf", None)
 
-    def settle(self, ledger: OptimizerLedger, had_loss_now: bool) -> None:
+    def settle(self, ledger: OptimizerLedger) -> None:
         """Give the verdict to the ledger.
 
         Args:
             ledger: the optimizer's.
-            had_loss_now: whether the last micro-batch of the window gave a loss.
         """
         if self._empty:
             self.verdict = "skipped_empty"
-        elif not self._moved and self.scaler is not None:
-            # Under a scaler Lightning does not step when the window's last micro-batch gives no loss.
-            self.verdict = "skipped_overflow" if had_loss_now else "skipped_empty"
+        elif self._overflowed_on_host or (not self._moved and self.scaler is not None):
+            self.verdict = "skipped_overflow"
         elif self._vetoed_on_host:
             self.verdict = "skipped_guard"
         elif self._overflow is None and self._veto is None:
@@ -163,6 +173,8 @@ def _momentum_is_unset(optimizer: Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     return any(
-        group["momentum"] != 0 and any(optimizer.state[p].get("momentum_buffer") is None for p in group["params"][:1])
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for p in group["params"]
     )

@@ -100,6 +100,14 @@ class Trick(Callback):
         """
         return None
 
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Begin: training is about to start, with the data set up and a checkpoint's state loaded.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+        """
+
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         """Act on a step's verdict, right after the optimizer's step was taken or left out.
 
@@ -109,19 +117,19 @@ class Trick(Callback):
             step: the step, with its verdict.
         """
 
-    def before_batch(self, trainer: pl.Trainer) -> None:
-        """Act before a batch, ahead of every other callback: the latest moment to read a verdict.
+    def catch_up(self, trainer: pl.Trainer) -> None:
+        """Act on a verdict that only the device knew: before each batch and each step, ahead of every other callback.
 
         Args:
             trainer: the Trainer.
         """
 
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
-        """Return what to log. Asked only on batches that the Trainer logs and in which an optimizer stepped.
+        """Return what to log. Asked only on batches that the Trainer logs.
 
         Args:
             trainer: the Trainer.
-            stepped: indices of the optimizers that stepped in this batch.
+            stepped: indices of the optimizers that stepped since the last time.
 
         Returns:
             Values by key, such as "grad/norm". This is the place to synchronise.
@@ -144,7 +152,7 @@ class Trick(Callback):
 
     def _scoped_state_key(self, **arguments: Any) -> str:
         """Return a state key that tells two of a class apart by the optimizers they act on."""
-        return self._generate_state_key(**arguments) if self.scope is not None else type(self).__qualname__
+        return type(self).__qualname__ if self.scope is None else f"{type(self).__qualname__}{arguments}"
 
 
 def key_of(name: str, index: int) -> str:

@@ -49,12 +49,21 @@ class ActivationCheckpointingHandle:
 
     wrapped: list[str] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
+    _before: set[nn.Module] = field(default_factory=set, repr=False)
+    _module: nn.Module | None = field(default=None, repr=False)
     _patches: list[Patch] = field(default_factory=list, repr=False)
 
     def remove(self) -> None:
-        """Give every block its own `forward` back. A second call does nothing."""
+        """Give every block its own `forward` back, copies of blocks in the module too. A second call does nothing."""
         for patch in self._patches:
             patch.remove()
+        patched = [part for part in self._module.modules() if _is_ours(part)] if self._patches and self._module else []
+        for part in patched:
+            if part not in self._before:  # a deep copy, made while the original was checkpointed
+                original = vars(part)["forward"].args[1].forward
+                del part.forward
+                if original is not None:
+                    part.forward = original
         self._patches.clear()
 
 
@@ -85,7 +94,8 @@ def apply_activation_checkpointing(
     """
     if every < 1:
         raise ValueError(f"expected `every` to be 1 or more, got {every}")
-    handle = ActivationCheckpointingHandle()
+    handle = ActivationCheckpointingHandle(_module=module)
+    handle._before.update(part for part in module.modules() if _is_ours(part))
     done = _already_checkpointed(module)
     for index, (name, block) in enumerate(find_blocks(module, blocks).items()):
         if block in done:
@@ -119,36 +129,51 @@ def _checkpointed_forward(block: nn.Module, memory: _BlockMemory, *args: Any, **
     kwargs = {key: _without_cache(block, value) for key, value in kwargs.items()}
     if torch.compiler.is_compiling():  # the compiler writes buffers once by itself
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
-    # Keywords are bound here, so that none can be taken for an option of `checkpoint`.
-    replay = functools.partial(_Replay(block, memory, forward), **kwargs)
-    return checkpoint(replay, *args, use_reentrant=False)
+    # Keywords travel by position: none is taken for an option of `checkpoint`, and their tensors are saved as those of
+    # the others are, so that autograd notices when one is written to before the recomputation.
+    return checkpoint(_Replay(block, memory, forward, tuple(kwargs)), *args, *kwargs.values(), use_reentrant=False)
 
 
 class _Replay:
     """The forward pass of a block at its first call, its recomputation at every later one."""
 
-    def __init__(self, block: nn.Module, memory: _BlockMemory, forward: Any) -> None:
+    def __init__(self, block: nn.Module, memory: _BlockMemory, forward: Any, keywords: tuple[str, ...]) -> None:
         self.block = block
         self.memory = memory
         self.forward = forward
+        self.keywords = keywords
         self.before: dict[str, Tensor] | None = None
+        self.containers: dict[int, Any] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *values: Any) -> Any:
         if self.before is None:
-            return self._first(*args, **kwargs)
+            # A block may write to a list or dictionary that it is given; the recomputation needs it as it was.
+            self.containers = {i: _copied(value) for i, value in enumerate(values) if isinstance(value, (list, dict))}
+            return self._first(values)
+        values = tuple(_copied(self.containers.get(i, value)) for i, value in enumerate(values))
         with _buffers_replaced(self.block, self.before):
-            return self.forward(*args, **kwargs)
+            return self._run(values)
 
-    def _first(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, values: tuple[Any, ...]) -> Any:
+        split = len(values) - len(self.keywords)
+        return self.forward(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
+
+    def _first(self, values: tuple[Any, ...]) -> Any:
         buffers = dict(self.block.named_buffers())
         modes = tuple(module.training for module in self.block.modules())
         known = self.memory.written.get(modes)
         # Which buffers a forward pass writes is learned at the first one in these modes; until then all are copied.
         watched = buffers if known is None else {name: buffers[name] for name in known if name in buffers}
         self.before = {name: buffer.detach().clone() for name, buffer in watched.items()}
-        versions = {name: buffer._version for name, buffer in watched.items()}
-        output = self.forward(*args, **kwargs)
-        if known is None:
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        output = self._run(values)
+        if known is not None:
+            # Written for the first time only now: too late to recompute from its old value, but not to write it once.
+            owners = {_owner(name) for name, buffer in buffers.items() if buffer._version != versions[name]}
+            late = [name for name in buffers if name not in self.before and _owner(name) in owners]
+            known += late
+            self.before.update({name: buffers[name].detach().clone() for name in late})
+        else:
             written = _written_buffers(self.block, watched, self.before, versions)
             self.memory.written[modes] = written
             self.before = {name: self.before[name] for name in written}
@@ -165,17 +190,31 @@ def _written_buffers(
     """
     after = dict(block.named_buffers())
     owners = {
-        name.rpartition(".")[0]
+        _owner(name)
         for name, buffer in buffers.items()
         if after.get(name) is not buffer or buffer._version != versions[name] or not torch.equal(buffer, before[name])
     }
-    return [name for name in buffers if name.rpartition(".")[0] in owners]
+    return [name for name in buffers if _owner(name) in owners]
+
+
+def _owner(name: str) -> str:
+    """The name of the module that holds a buffer."""
+    return name.rpartition(".")[0]
+
+
+def _copied(value: Any) -> Any:
+    """Copies of lists and dictionaries, nested ones too, that hold the same tensors."""
+    if type(value) is list:
+        return [_copied(one) for one in value]
+    if type(value) is dict:
+        return {key: _copied(one) for key, one in value.items()}
+    return value
 
 
 @contextmanager
 def _buffers_replaced(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     """Run with copies of `values` in place of the block's buffers of those names."""
-    owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name) for name in values]
+    owners = [(block.get_submodule(_owner(name)), name.rpartition(".")[2], name) for name in values]
     current = [getattr(owner, attribute) for owner, attribute, _ in owners]
     try:
         for owner, attribute, name in owners:
@@ -190,7 +229,11 @@ def _without_cache(block: nn.Module, value: Any) -> Any:
     """None for a fresh Hugging Face key-value cache: it serves generation, and a recomputation would fill it twice."""
     if not any(base.__name__ == "Cache" for base in type(value).__mro__) or not hasattr(value, "get_seq_length"):
         return value
-    length = int(value.get_seq_length())
+    layer = next((part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
+    try:
+        length = int(value.get_seq_length(layer))  # other layers may have filled their own part in this same pass
+    except ValueError:  # a recurrent layer's part has no length
+        length = 0
     if length:
         raise RuntimeError(
             f"{type(block).__name__} is checkpointed and was given a cache of {length} positions: recomputing the "
@@ -199,15 +242,18 @@ def _without_cache(block: nn.Module, value: Any) -> Any:
     return None
 
 
+def _is_ours(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _checkpointed_forward
+
+
 def _already_checkpointed(module: nn.Module) -> set[nn.Module]:
     """Modules that are checkpointed by anybody, or lie inside of one that is."""
     done: set[nn.Module] = set()
     for candidate in module.modules():
-        forward = vars(candidate).get("forward")
-        ours = isinstance(forward, functools.partial) and forward.func is _checkpointed_forward
         hugging_face = hasattr(candidate, "_gradient_checkpointing_func") and bool(candidate.gradient_checkpointing)
         wrapper = any(base.__name__ == "CheckpointWrapper" for base in type(candidate).__mro__)
         composable = "checkpoint" in (_get_registry(candidate) or {})
-        if ours or hugging_face or wrapper or composable:
+        if _is_ours(candidate) or hugging_face or wrapper or composable:
             done.update(candidate.modules())
     return done

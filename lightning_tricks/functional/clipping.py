@@ -39,7 +39,9 @@ __all__ = [
     "clip_by_value_",
     "clip_coefficient",
     "count_exceeding",
+    "exceeds",
     "gradient_norm",
+    "is_nonfinite",
     "nonfinite_names",
 ]
 
@@ -53,7 +55,8 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor
     """Compute the p-norm of all gradients together, as if they were one vector.
 
     Args:
-        gradients: tensors of any shape, floating dtype and device; plain, DTensor, or both.
+        gradients: tensors of any shape, floating or complex dtype and device; plain, DTensor, or both. A complex
+            element counts as its real and its imaginary part.
         norm_type: p, positive; `math.inf` for the largest absolute value.
 
     Returns:
@@ -96,6 +99,36 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     if math.isinf(max_norm):
         return torch.ones_like(norm)
     return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+
+def exceeds(norm: Tensor, max_norm: float) -> Tensor:
+    """Return 1 where clipping by norm changes the gradients, 0 where it leaves them alone.
+
+    Args:
+        norm: the norm before clipping, a scalar.
+        max_norm: the threshold.
+
+    Returns:
+        A scalar of the norm's dtype and device.
+
+    Example:
+        >>> exceeds(torch.tensor(2.0), max_norm=1.0)
+        tensor(1.)
+    """
+    return (norm > max_norm).to(norm.dtype)
+
+
+def is_nonfinite(norm: Tensor) -> Tensor:
+    """Return whether a norm is inf or nan, as a boolean scalar on the norm's device.
+
+    Args:
+        norm: a scalar.
+
+    Example:
+        >>> is_nonfinite(torch.tensor(float("nan")))
+        tensor(True)
+    """
+    return ~torch.isfinite(norm)
 
 
 def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> Tensor:
@@ -191,7 +224,9 @@ def nonfinite_names(named_gradients: Iterable[tuple[str, Tensor]], limit: int = 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, a complex one as its real and imaginary parts."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _by_device(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -213,14 +248,14 @@ def _by_placement(gradients: Sequence[Tensor]) -> dict[_Placement, list[Tensor]]
                 "build the embedding with sparse=False, or leave clipping out"
             )
         if not isinstance(gradient, DTensor):
-            groups[None].append(gradient)
+            groups[None].append(_local(gradient))
             continue
         if any(placement.is_partial() for placement in gradient.placements):
             # A sum still owed between ranks has no norm yet.
             whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
             gradient = gradient.redistribute(placements=whole)
         sharded = tuple(not placement.is_replicate() for placement in gradient.placements)
-        groups[gradient.device_mesh, sharded].append(gradient.to_local())
+        groups[gradient.device_mesh, sharded].append(_local(gradient))
     return groups
 
 

@@ -47,7 +47,7 @@ class OverflowStreak:
         """
         self.current = (self.current + 1) * overflowed
         if isinstance(self.current, Tensor):
-            longest = torch.as_tensor(self.longest, device=self.current.device, dtype=self.current.dtype)
-            self.longest = torch.maximum(longest, self.current)
+            # Not `as_tensor` of a number, which would be copied to the device, and waited for.
+            self.longest = torch.maximum(torch.zeros_like(self.current) + self.longest, self.current)
         else:
             self.longest = max(int(self.longest), self.current)

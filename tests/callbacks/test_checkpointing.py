@@ -5,6 +5,7 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -156,6 +157,19 @@ def test_case_22_static_graph_with_accumulation_is_refused() -> None:
     """Lightning 2.6 ends in an internal assert of torch's there (PL#20395)."""
     with pytest.raises(MisconfigurationException, match=r"static_graph=True.*accumulate_grad_batches=2"):
         fit(Net(), lt.ActivationCheckpointing(), strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2)
+
+
+def test_case_22_an_accumulation_schedule_counts_too() -> None:
+    schedule = GradientAccumulationScheduler({0: 1, 3: 4})
+    with pytest.raises(MisconfigurationException, match=r"static_graph=True.*accumulate_grad_batches=4"):
+        fit(Net(), lt.ActivationCheckpointing(), schedule, strategy=DDPStrategy(static_graph=True))
+
+
+def test_a_cache_that_other_layers_filled_is_no_reason_to_refuse() -> None:
+    plain, model = (seeded(lambda: HuggingFace("llama")) for _ in range(2))
+    fit(plain, data=torch.zeros(1, 1))
+    fit(model, lt.ActivationCheckpointing("model.model.layers.1"), data=torch.zeros(1, 1))
+    assert_same(model.gradients, plain.gradients)
 
 
 def test_ddp_in_its_variants(two_processes) -> None:

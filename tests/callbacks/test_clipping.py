@@ -9,7 +9,8 @@ import torch
 
 import lightning_tricks as lt
 from tests.distributed_cases import logged_norms
-from tests.models import FixedGradients, Net, TwoOptimizers, fit, fp16, seeded, weights
+from tests.models import FixedGradients, Net, TwoOptimizers, assert_same, fit, fp16, seeded, weights
+from tests.models import trainer as quiet_trainer
 
 NAN, INF = float("nan"), float("inf")
 
@@ -155,6 +156,61 @@ def test_clip_rate_is_the_share_of_applied_steps(way: str, fused: bool) -> None:
     fit(FixedGradients(rows, fused=fused), lt.GradientNormClipping(1.0), Probe(), **made(WAYS[way]))
     assert rates[0] == 1.0
     assert rates[2:] == pytest.approx([1 / 2, 2 / 3])
+
+
+@pytest.mark.parametrize("every", [1, 3, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_clip_rate_counts_steps_that_are_not_logged(every: int, fused: bool) -> None:
+    rows = [[3.0], [0.5], [2.0], [2.0]] * 3
+    trainer = fit(FixedGradients(rows, fused=fused), lt.GradientNormClipping(1.0), log_every_n_steps=every)
+    assert float(trainer.callback_metrics["grad/clip_rate"]) == pytest.approx(9 / 12)
+
+
+def test_a_resumed_clip_rate_is_the_whole_runs(tmp_path) -> None:
+    rows = [[3.0], [0.5], [2.0], [2.0]]
+    first = fit(FixedGradients(rows), lt.GradientNormClipping(1.0), log_every_n_steps=4)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    again = quiet_trainer(lt.GradientNormClipping(2.5), max_epochs=2, log_every_n_steps=4)
+    again.fit(FixedGradients(rows), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert float(again.callback_metrics["grad/clip_rate"]) == pytest.approx((3 + 1) / 8)
+
+
+def test_lbfgs_cannot_leave_a_step_out() -> None:
+    class Lbfgs(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(Lbfgs(), lt.GradientNormClipping())
+    trainer = fit(Lbfgs(), lt.GradientNormClipping(nonfinite="raise"))
+    assert lt.step_ledger(trainer)[0].applied == 7
+
+
+def test_sparse_embeddings_are_refused_at_the_start() -> None:
+    class Sparse(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(3, 2, sparse=True)
+
+    with pytest.raises(ValueError, match=r"Embedding\(sparse=True\) at 'table'"):
+        fit(Sparse(), lt.GradientNormClipping())
+
+
+def test_complex_parameters() -> None:
+    class Complex(Net):
+        def __init__(self) -> None:
+            super().__init__(optimizer="sgd")
+            self.phase = torch.nn.Parameter(torch.ones(8, dtype=torch.cfloat))
+
+        def loss(self, batch):
+            return super().loss(batch) + (self.phase * batch[0]).abs().square().mean()
+
+    results = []
+    for callbacks, options in (([lt.GradientNormClipping(0.1)], {}), ([], {"gradient_clip_val": 0.1})):
+        module = seeded(Complex)
+        fit(module, *callbacks, **options)
+        results.append(weights(module))
+    assert_same(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_value_clipping_clamps_counts_and_skips() -> None:

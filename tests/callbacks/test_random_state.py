@@ -78,6 +78,23 @@ def test_any_loader_at_an_epochs_edge(tmp_path, hook: str, at: int) -> None:
     assert_same(resumed, whole)
 
 
+def own_generator() -> DataLoader:
+    return DataLoader(dataset(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(("hook", "at"), [("on_train_batch_end", 7), ("on_train_epoch_end", 7)])
+def test_loader_with_a_generator_of_its_own(tmp_path, hook: str, at: int) -> None:
+    whole, resumed = runs(own_generator, hook, at, tmp_path / "a.ckpt")
+    assert_same(resumed, whole)
+
+
+def test_checkpoint_without_random_states_is_told(tmp_path) -> None:
+    path = tmp_path / "plain.ckpt"
+    fit(Net(), SaveOnce("on_train_batch_end", 3, path), data=plain())
+    with pytest.warns(UserWarning, match="holds no random states"):
+        trainer(lt.ExactResume()).fit(Net(), plain(), ckpt_path=path)
+
+
 def test_plain_loader_inside_of_an_epoch_warns(tmp_path) -> None:
     with pytest.warns(UserWarning, match="StatefulDataLoader"):
         whole, resumed = runs(plain, "on_train_batch_end", 3, tmp_path / "a.ckpt")

@@ -3,7 +3,12 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
@@ -252,3 +257,38 @@ def test_nothing_of_ours_is_left_on_the_trainer() -> None:
 
 def test_fast_dev_run_forgives_a_warmup_that_is_longer() -> None:
     fit(Net(), lt.WarmupCosineScheduler(1000), fast_dev_run=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_several_steps_in_one_batch_follow_the_curve(fused: bool) -> None:
+    class FourSteps(ManualNet):
+        def training_step(self, batch, batch_idx) -> None:
+            for _ in range(4):
+                super().training_step(batch, batch_idx)
+
+    rates = Rates()
+    schedule = lt.WarmupCosineScheduler(8, total_steps=28)
+    fit(FourSteps(fused=fused), lt.GradientNormClipping(), schedule, rates)
+    assert rates.seen[0] == pytest.approx(curve(8, 28, 28))
+
+
+def test_checkpoint_from_before_training_keeps_the_warmup(tmp_path) -> None:
+    """The lengths are not known yet when the sanity check fails."""
+
+    class FailsAtOnce(Net):
+        def validation_step(self, batch, batch_idx) -> None:
+            raise RuntimeError("boom")
+
+    saver = OnExceptionCheckpoint(tmp_path)
+    run = trainer(lt.WarmupCosineScheduler(5), saver, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="boom"):
+        run.fit(FailsAtOnce(), loader(), loader())
+    rates = Rates()
+    resumed = trainer(lt.WarmupCosineScheduler(5), rates)
+    resumed.fit(Net(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert rates.seen[0] == pytest.approx(curve(5, 7, 7))
+
+
+def test_lightnings_weight_averaging_writes_the_rate_too() -> None:
+    with pytest.raises(MisconfigurationException, match="WarmupCosineScheduler and StochasticWeightAveraging"):
+        fit(Net(), lt.WarmupCosineScheduler(2), StochasticWeightAveraging(0.1))

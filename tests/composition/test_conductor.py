@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -162,8 +163,10 @@ def test_table_says_what_was_found(monkeypatch) -> None:
 
 
 def test_table_is_printed_once_at_the_start_on_rank_zero(capsys) -> None:
-    fit(Net(), lt.GradientNormClipping())
-    assert capsys.readouterr().out.count("norm at most 1.0") == 1
+    fit(Net(), lt.WarmupCosineScheduler(2), lt.GradientNormClipping())
+    printed = capsys.readouterr().out
+    assert printed.count("norm at most 1.0") == 1
+    assert "optimizer 0: 2 steps of" in printed  # resolved, although the conductor comes before the schedule
 
 
 def test_undo_also_after_keyboard_interrupt(monkeypatch) -> None:
@@ -186,6 +189,16 @@ def test_learning_rate_finder_leaves_no_trace() -> None:
     module.lr = 0.01
     run = trainer(lt.GradientNormClipping(), lt.LossScaleMonitor(), max_epochs=1)
     Tuner(run).lr_find(module, loader(), num_training=5, update_attr=False)
+    run.fit(module, loader())
+    assert lt.step_ledger(run)[0].total == 7
+
+
+def test_learning_rate_finder_as_a_callback_leaves_no_trace() -> None:
+    """It runs its trial steps in the middle of the start of fit, with callbacks of its own."""
+    module = seeded(lambda: Net(lr=0.01))
+    module.lr = 0.01
+    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+    run = trainer(lt.GradientNormClipping(), finder, max_epochs=1)
     run.fit(module, loader())
     assert lt.step_ledger(run)[0].total == 7
 

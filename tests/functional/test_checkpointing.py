@@ -67,6 +67,42 @@ class Spectral(Block):
         self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
 
 
+class InstanceNorm(Block):
+    """Statistics that are written without a count and without a new version of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x).unsqueeze(1)).squeeze(1))
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, state: dict) -> dict:
+        state["x"] = state["x"] + torch.tanh(self.linear(state["x"]))
+        state["all"].append(state["x"])
+        return state
+
+
+class DictionaryStack(Stack):
+    """Hands one dictionary, with a list in it, from block to block."""
+
+    def __init__(self, make) -> None:
+        super().__init__(make)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": self.stem(x), "all": []}
+        for block in self.blocks:
+            state = block(state)
+        return sum(state["all"])
+
+
 class Lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +122,8 @@ MODELS = {
     "spectral norm": lambda: Stack(Spectral),
     "keywords, tuples, dictionaries": lambda: KeywordStack(ByKeyword),
     "frozen front": FrozenFront,
+    "instance norm": lambda: Stack(InstanceNorm),
+    "written dictionaries and lists": lambda: DictionaryStack(WritesItsInput),
     "lstm": Lstm,
     "transformer": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
@@ -261,7 +299,7 @@ def test_cache_with_content_is_refused_and_a_fresh_one_not_filled() -> None:
         def __init__(self, length: int) -> None:
             self.length = length
 
-        def get_seq_length(self) -> int:
+        def get_seq_length(self, layer: int) -> int:
             return self.length
 
     class Cached(nn.Module):
@@ -278,3 +316,52 @@ def test_cache_with_content_is_refused_and_a_fresh_one_not_filled() -> None:
     model(torch.ones(1, 2), Cache(0)).sum().backward()
     with pytest.raises(RuntimeError, match="use_cache=False"):
         model(torch.ones(1, 2), Cache(3))
+
+
+class StochasticDepth(Block):
+    """Its BatchNorm is written in some passes only."""
+
+    def __init__(self) -> None:
+        super().__init__(batchnorm=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else super().forward(x)
+
+
+def test_buffers_that_are_written_now_and_then_are_written_once() -> None:
+    torch.manual_seed(0)
+    plain = Stack(StochasticDepth)
+    model = copy.deepcopy(plain)
+    apply_activation_checkpointing(model)
+    for one in (plain, model):
+        torch.manual_seed(3)
+        for _ in range(10):
+            one(torch.randn(6, 8, requires_grad=True)).sum().backward()
+    assert_equal(dict(plain.named_buffers()), dict(model.named_buffers()))
+    assert 0 < plain.blocks[0].norm.num_batches_tracked < 10
+
+
+def test_input_that_is_written_to_later_is_noticed() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * 2)
+
+    block = ByName()
+    apply_activation_checkpointing(nn.ModuleList([block]), ByName)
+    hidden = nn.Linear(8, 8)(torch.ones(2, 8))
+    output = block(x=hidden)
+    hidden.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_copies_made_meanwhile_are_undone_with_the_module() -> None:
+    model = Stack(Block)
+    handle = apply_activation_checkpointing(model)
+    model.teacher = copy.deepcopy(model.blocks)
+    handle.remove()
+    assert all("forward" not in vars(part) for part in model.modules())
