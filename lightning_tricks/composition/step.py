@@ -73,6 +73,7 @@ class OptimizerStep:
                 self.optimizer.found_inf = self._veto  # type: ignore[attr-defined]
             return False
         if bool(flag > 0):
+            self.parameters()  # a scaler wants to have seen the gradients, if only to unscale them
             self._vetoed_on_host = True
             self._drop_gradients()
         return self._vetoed_on_host
@@ -104,6 +105,7 @@ class OptimizerStep:
                 Lightning neither unscales nor steps.
         """
         # An optimizer that evaluates its closure again begins again: what counts is the last look at the gradients.
+        self.abandon()
         self._vetoed_on_host = self._empty = False
         self._veto = None
         if not has_loss or all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):

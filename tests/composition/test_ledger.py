@@ -211,11 +211,12 @@ class VetoesBy(lt.Trick):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("flag", [True, torch.tensor(True), torch.tensor(3.0), torch.tensor(1)])
-def test_a_veto_leaves_the_moments_and_their_count_alone(fused: bool, flag) -> None:
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_veto_leaves_the_moments_and_their_count_alone(fused: bool, flag, scaler: bool) -> None:
     counted = []
     module = Net(fused=fused)
     module.on_train_end = lambda: counted.append(float(module.optimizers().state[module.net[3].weight]["step"]))
-    assert counts(fit(module, VetoesBy(flag))) == (6, 0, 1, 0)
+    assert counts(fit(module, VetoesBy(flag), plugins=fp16(2.0**4) if scaler else None)) == (6, 0, 1, 0)
     assert counted == [6.0]
 
 
