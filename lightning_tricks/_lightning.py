@@ -20,6 +20,7 @@ __all__ = [
     "accumulates",
     "add_scheduler",
     "callbacks_of",
+    "has_persistent_workers",
     "is_fast_dev_run",
     "is_logging_step",
     "load_loader_states",
@@ -162,6 +163,12 @@ def loader_keeps_no_state(trainer: pl.Trainer) -> bool:
     loader = trainer.fit_loop._combined_loader
     stateful: Callable[[Any], bool] = lambda one: hasattr(one, "state_dict") and hasattr(one, "load_state_dict")  # noqa: E731
     return loader is not None and not all(stateful(one) for one in loader.flattened)
+
+
+def has_persistent_workers(trainer: pl.Trainer) -> bool:
+    """Whether a training loader keeps its worker processes, and with them their random states, between epochs."""
+    loader = trainer.fit_loop._combined_loader
+    return loader is not None and any(getattr(one, "persistent_workers", False) for one in loader.flattened)
 
 
 def saved_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_tricks._lightning import (
+    has_persistent_workers,
     load_loader_states,
     loader_generators,
     loader_keeps_no_state,
@@ -87,7 +88,12 @@ class ExactResume(Trick):
         self._restore(trainer, self._loaded or [])
         if point in ("after last batch", "after epoch"):
             restart_train_iterator(trainer)
-        elif point == "inside epoch" and loader_keeps_no_state(trainer):
+        if has_persistent_workers(trainer):
+            rank_zero_warn(
+                "ExactResume: a training loader has persistent workers, whose random states nobody can read: what they "
+                "draw will differ from the interrupted run's. Use persistent_workers=False."
+            )
+        if point == "inside epoch" and loader_keeps_no_state(trainer):
             rank_zero_warn(
                 "ExactResume: this run goes on inside of an epoch and its training loader keeps no state, so that it "
                 "begins anew: the batches will differ from the interrupted run's. Use torchdata's StatefulDataLoader, "

@@ -73,7 +73,8 @@ class OptimizerLedger:
     @property
     def last(self) -> Verdict | None:
         """The last step's verdict, None before the first."""
-        self._read()
+        if self._unread_last is not None:
+            self._last, self._unread_last = VERDICTS[int(self._unread_last)], None
         return self._last
 
     @property
@@ -123,9 +124,7 @@ class OptimizerLedger:
         if self._unread is not None:
             for verdict, count in zip(VERDICTS, self._unread.tolist(), strict=True):
                 self._counts[verdict] += count
-            if self._unread_last is not None:
-                self._last = VERDICTS[int(self._unread_last)]
-            self._unread = self._unread_last = None
+            self._unread = None
         return self._counts
 
 

@@ -88,6 +88,14 @@ def test_loader_with_a_generator_of_its_own(tmp_path, hook: str, at: int) -> Non
     assert_same(resumed, whole)
 
 
+def test_persistent_workers_are_told(tmp_path) -> None:
+    def workers() -> DataLoader:
+        return DataLoader(dataset(), batch_size=4, num_workers=1, persistent_workers=True)
+
+    with pytest.warns(UserWarning, match="persistent workers"):
+        runs(workers, "on_train_epoch_end", 7, tmp_path / "a.ckpt")
+
+
 def test_checkpoint_without_random_states_is_told(tmp_path) -> None:
     path = tmp_path / "plain.ckpt"
     fit(Net(), SaveOnce("on_train_batch_end", 3, path), data=plain())
