@@ -17,6 +17,7 @@ from lightning_tricks._validation import check_choice, check_indices, check_numb
 from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, current_step, step_ledger
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.functional.clipping import (
+    ClipCount,
     clip_by_norm_,
     clip_by_value_,
     count_exceeding,
@@ -205,6 +206,7 @@ class GradientNormClipping(_GradientClipping):
         super().reset()
         self._coefficients: dict[int, Tensor] = {}
         self._clipped: dict[int, Tensor] = {}
+        self._clips: dict[int, ClipCount] = {}
         self._num_clipped: dict[int, SumMetric] = {}
 
     @override
@@ -230,22 +232,30 @@ class GradientNormClipping(_GradientClipping):
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         clipped = self._clipped.pop(step.index, None)
         if clipped is not None and step.applied is not False:
-            if step.index not in self._num_clipped:
-                self._num_clipped[step.index] = _counter()
-            counter = self._num_clipped[step.index]
-            if counter.device != clipped.device:  # a new one, or one from a checkpoint
-                counter.to(clipped.device)
-            counter.update(clipped * step.applied)
+            if step.index not in self._clips:
+                self._clips[step.index] = ClipCount()
+            self._clips[step.index].step(clipped, step.applied)
+
+    def _counters(self) -> dict[int, SumMetric]:
+        """The metrics, up to date. Not updated each step: that costs more than the clipping itself."""
+        for index, clips in self._clips.items():
+            count = clips.take()
+            if count is not None:
+                if index not in self._num_clipped:
+                    self._num_clipped[index] = _counter()
+                self._num_clipped[index].to(count.device).update(count)
+        return self._num_clipped
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         values = dict(super().metrics(trainer, stepped))
+        counters = self._counters()
         for index in stepped:
             if index in self._coefficients:
                 values[key_of("grad/clip_coefficient", index)] = self._coefficients[index]
-            if index in self._num_clipped:
+            if index in counters:
                 applied = max(step_ledger(trainer)[index].applied, 1)
-                values[key_of("grad/clip_rate", index)] = self._num_clipped[index].compute() / applied
+                values[key_of("grad/clip_rate", index)] = counters[index].compute() / applied
         return values
 
     @override
@@ -260,11 +270,12 @@ class GradientNormClipping(_GradientClipping):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_clipped": {index: float(one.compute()) for index, one in self._num_clipped.items()}}
+        return {"num_clipped": {index: float(one.compute()) for index, one in self._counters().items()}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._clipped.clear()
+        self._clips.clear()
         self._num_clipped = {index: _counter() for index in state_dict["num_clipped"]}
         for index, count in state_dict["num_clipped"].items():
             self._num_clipped[index].update(count)

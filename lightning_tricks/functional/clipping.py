@@ -28,6 +28,7 @@ Sharding:
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 __all__ = [
+    "ClipCount",
     "clip_by_norm_",
     "clip_by_value_",
     "clip_coefficient",
@@ -116,6 +118,36 @@ def exceeds(norm: Tensor, max_norm: float) -> Tensor:
         tensor(1.)
     """
     return (norm > max_norm).to(norm.dtype)
+
+
+@dataclass
+class ClipCount:
+    """How many applied steps were clipped since somebody last asked, counted without synchronising.
+
+    Example:
+        >>> clips = ClipCount()
+        >>> clips.step(exceeds(torch.tensor(2.0), 1.0), applied=True)
+        >>> clips.step(exceeds(torch.tensor(2.0), 1.0), applied=torch.tensor(0.0))
+        >>> clips.take(), clips.take()
+        (tensor(1.), None)
+    """
+
+    count: Tensor | None = None
+
+    def step(self, clipped: Tensor, applied: bool | Tensor) -> None:
+        """Count one step.
+
+        Args:
+            clipped: 1 where it was clipped, else 0, as `exceeds` gives it.
+            applied: whether it moved the weights; a bool, or a scalar holding 0 or 1.
+        """
+        counted = clipped * applied
+        self.count = counted if self.count is None else self.count + counted
+
+    def take(self) -> Tensor | None:
+        """Return the count and begin anew; None if no step was counted."""
+        count, self.count = self.count, None
+        return count
 
 
 def is_nonfinite(norm: Tensor) -> Tensor:
