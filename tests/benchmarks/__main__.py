@@ -31,7 +31,7 @@ def clipping(name: str) -> Result:
         lambda: (Stack(WIDTH, DEPTH), [lt.GradientNormClipping(1.0)], {"log_every_n_steps": 50}),
         lambda: (Stack(WIDTH, DEPTH), [], {"log_every_n_steps": 50, "gradient_clip_val": 1.0}),
     ]
-    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=60, rounds=14)
+    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=30, rounds=28)
     value = results[0] / results[1]
     return Result(name, f"{value:.3f}", "at most 1.03", value <= 1.03, milliseconds(results))
 
@@ -44,7 +44,7 @@ def three_callbacks(name: str) -> Result:
         lambda: (Stack(WIDTH, DEPTH), tricks(), {"log_every_n_steps": 50}),
         lambda: (Stack(WIDTH, DEPTH), [], {"log_every_n_steps": 50}),
     ]
-    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=60, rounds=14)
+    results = seconds_per_step(runs, torch.randn(BATCH, WIDTH), steps=30, rounds=28)
     value = results[0] / results[1]
     return Result(name, f"{value:.3f}", "at most 1.05", value <= 1.05, milliseconds(results))
 
@@ -56,7 +56,7 @@ def norm_logging(name: str) -> Result:
         lambda: (Stack(8, 100, log_norms=True), [], {}),
         lambda: (Stack(8, 100), [], {}),
     ]
-    results = seconds_per_step(runs, torch.randn(4, 8), steps=40, rounds=5)
+    results = seconds_per_step(runs, torch.randn(4, 8), steps=30, rounds=8)
     ours, theirs, plain = results
     value = (theirs - plain) / (ours - plain)
     return Result(name, f"{value:.0f} times cheaper", "at least 10", value >= 10, milliseconds(results))
