@@ -17,7 +17,7 @@ from lightning_tricks._validation import check_choice, check_indices, check_numb
 from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, current_step, step_ledger
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.functional.clipping import (
-    ClipCount,
+    StepCount,
     clip_by_norm_,
     clip_by_value_,
     count_exceeding,
@@ -73,7 +73,7 @@ class _GradientClipping(Trick):
     @override
     def reset(self) -> None:
         self._norms: dict[int, Tensor] = {}
-        self._seen_nonfinite: list[Tensor] = []
+        self._unseen_nonfinite = StepCount()
         self._warned = False
 
     @override
@@ -103,7 +103,7 @@ class _GradientClipping(Trick):
         if step.veto(nonfinite):
             return True
         if step.scaler is None and not self._warned:  # a fused optimizer: only the device knows, until we log
-            self._seen_nonfinite.append(nonfinite)
+            self._unseen_nonfinite.step(nonfinite)
         return False
 
     def _tell(
@@ -125,8 +125,8 @@ class _GradientClipping(Trick):
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
-        seen, self._seen_nonfinite = self._seen_nonfinite, []
-        if not self._warned and any(bool(one) for one in seen):
+        unseen = self._unseen_nonfinite.take()
+        if not self._warned and unseen is not None and bool(unseen):
             self._warned = True
             rank_zero_warn(
                 "expected finite gradient norms, got at least one that is not: the fused optimizer left the step out. "
@@ -206,7 +206,7 @@ class GradientNormClipping(_GradientClipping):
         super().reset()
         self._coefficients: dict[int, Tensor] = {}
         self._clipped: dict[int, Tensor] = {}
-        self._clips: dict[int, ClipCount] = {}
+        self._clips: dict[int, StepCount] = {}
         self._num_clipped: dict[int, SumMetric] = {}
 
     @override
@@ -233,7 +233,7 @@ class GradientNormClipping(_GradientClipping):
         clipped = self._clipped.pop(step.index, None)
         if clipped is not None and step.applied is not False:
             if step.index not in self._clips:
-                self._clips[step.index] = ClipCount()
+                self._clips[step.index] = StepCount()
             self._clips[step.index].step(clipped, step.applied)
 
     def _counters(self) -> dict[int, SumMetric]:

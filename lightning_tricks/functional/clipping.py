@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 __all__ = [
-    "ClipCount",
+    "StepCount",
     "clip_by_norm_",
     "clip_by_value_",
     "clip_coefficient",
@@ -121,12 +121,12 @@ def exceeds(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @dataclass
-class ClipCount:
-    """How many applied steps were clipped since somebody last asked, counted without synchronising.
+class StepCount:
+    """How many steps something held for, since somebody last asked, counted without synchronising.
 
     Example:
-        >>> clips = ClipCount()
-        >>> clips.step(exceeds(torch.tensor(2.0), 1.0), applied=True)
+        >>> clips = StepCount()
+        >>> clips.step(exceeds(torch.tensor(2.0), 1.0))
         >>> clips.step(exceeds(torch.tensor(2.0), 1.0), applied=torch.tensor(0.0))
         >>> clips.take(), clips.take()
         (tensor(1.), None)
@@ -134,14 +134,14 @@ class ClipCount:
 
     count: Tensor | None = None
 
-    def step(self, clipped: Tensor, applied: bool | Tensor) -> None:
+    def step(self, held: Tensor, applied: bool | Tensor = True) -> None:
         """Count one step.
 
         Args:
-            clipped: 1 where it was clipped, else 0, as `exceeds` gives it.
-            applied: whether it moved the weights; a bool, or a scalar holding 0 or 1.
+            held: a scalar, true or 1 where it held.
+            applied: whether the step counts; a bool, or a scalar holding 0 or 1.
         """
-        counted = clipped * applied
+        counted = (held * applied).float()
         self.count = counted if self.count is None else self.count + counted
 
     def take(self) -> Tensor | None:
