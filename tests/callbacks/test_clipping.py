@@ -144,7 +144,8 @@ def test_a_fused_skip_is_told_at_the_next_logged_step() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["fp32", "fp16"])
-def test_clip_rate_is_the_share_of_applied_steps(way: str, fused: bool) -> None:
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_clip_rate_is_the_share_of_applied_steps(way: str, fused: bool, bad: float) -> None:
     """Two of three applied steps are clipped; the one that is left out counts neither way."""
     rates = []
 
@@ -152,7 +153,7 @@ def test_clip_rate_is_the_share_of_applied_steps(way: str, fused: bool) -> None:
         def on_train_batch_end(self, trainer, *args) -> None:
             rates.append(float(trainer.callback_metrics.get("grad/clip_rate", NAN)))
 
-    rows = [[3.0], [NAN], [0.5], [2.0]]
+    rows = [[3.0], [bad], [0.5], [2.0]]
     fit(FixedGradients(rows, fused=fused), lt.GradientNormClipping(1.0), Probe(), **made(WAYS[way]))
     assert rates[0] == 1.0
     assert rates[2:] == pytest.approx([1 / 2, 2 / 3])

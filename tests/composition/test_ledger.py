@@ -150,6 +150,21 @@ def test_fused_sgd_momentum_survives_a_first_step_that_is_skipped() -> None:
     assert verdicts == ["skipped_guard", "skipped_guard", "skipped_overflow", "skipped_overflow"]
 
 
+def test_fused_sgd_momentum_survives_a_first_overflow_with_no_clipper() -> None:
+    first = []
+    module = FixedGradients([[INF, 1.0], [1.0, 1.0]])
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.9, fused=True)
+
+    class AfterFirst(pl.Callback):
+        def on_train_batch_end(self, trainer, *args) -> None:
+            first.append(trainer.optimizers[0].state[module.weight].get("momentum_buffer"))
+
+    trainer = fit(module, lt.LossScaleMonitor(), AfterFirst(), plugins=fp16(2.0))
+    assert first[0] is None
+    assert counts(trainer) == (1, 1, 0, 0)
+    assert module.weight.tolist() == [-1.0, -1.0]
+
+
 def test_verdicts_are_the_same_on_every_rank(two_processes) -> None:
     first, second = two_processes.run(ledger_runs)
     assert first == second
@@ -300,13 +315,19 @@ def test_an_exception_that_the_module_catches_leaves_no_step_open() -> None:
         ran_out = False
 
         def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
-            lt.current_step(trainer, optimizer).veto(torch.tensor(not self.ran_out))
             if not self.ran_out:
                 self.ran_out = True
+                lt.current_step(trainer, optimizer).veto(torch.tensor(True))
                 raise MemoryError
 
     for fused in (False, True):
-        assert counts(fit(Retries(fused=fused), RunsOutOnce())) == (7, 0, 0, 0)
+        moved = []
+        module = Retries(fused=fused)
+        module.on_train_end = lambda module=module, moved=moved: moved.append(
+            float(module.optimizers().state[module.net[3].weight]["step"])
+        )
+        assert counts(fit(module, RunsOutOnce())) == (7, 0, 0, 0)
+        assert moved == [7.0]  # no flag of the veto is left on the optimizer
 
 
 def test_manual_steps_between_logged_batches_are_logged() -> None:

@@ -78,6 +78,19 @@ class InstanceNorm(Block):
         return x + torch.tanh(self.norm(self.linear(x).unsqueeze(1)).squeeze(1))
 
 
+class BareStatistics(Block):
+    """Statistics without a count: the kernel writes them without a new version of the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=self.training)
+        return x + torch.tanh(normed)
+
+
 class WritesItsInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +136,7 @@ MODELS = {
     "keywords, tuples, dictionaries": lambda: KeywordStack(ByKeyword),
     "frozen front": FrozenFront,
     "instance norm": lambda: Stack(InstanceNorm),
+    "bare statistics": lambda: Stack(BareStatistics),
     "written dictionaries and lists": lambda: DictionaryStack(WritesItsInput),
     "lstm": Lstm,
     "transformer": lambda: nn.TransformerEncoder(
