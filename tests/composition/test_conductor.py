@@ -195,8 +195,15 @@ def test_learning_rate_finder_leaves_no_trace() -> None:
 
 def test_learning_rate_finder_as_a_callback_leaves_no_trace() -> None:
     """It runs its trial steps in the middle of the start of fit, with callbacks of its own."""
-    tried = []
-    for tricks in ([], [lt.GradientNormClipping(), lt.WarmupCosineScheduler(2)]):
+
+    class Told(lt.Trick):
+        steps = 0
+
+        def after_step(self, trainer, module, step) -> None:
+            self.steps += 1
+
+    tried, told = [], Told()
+    for tricks in ([], [told, lt.GradientNormClipping(), lt.WarmupCosineScheduler(2)]):
         module = seeded(lambda: Net(optimizer="sgd"))
         module.lr = 0.01
         finder = LearningRateFinder(num_training_steps=5, update_attr=False)
@@ -204,6 +211,7 @@ def test_learning_rate_finder_as_a_callback_leaves_no_trace() -> None:
         run.fit(module, loader())
         tried.append((finder.optimal_lr.results["lr"], finder.optimal_lr.results["loss"]))
     assert tried[0] == tried[1]  # at the finder's rates, not at the schedule's
+    assert told.steps == 7
     assert lt.step_ledger(run)[0].total == 7
 
 
