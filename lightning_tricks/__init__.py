@@ -1,6 +1,7 @@
 """The engineering tricks of training for any LightningModule, right together.
 
-List a callback in ``lightning.pytorch.Trainer(callbacks=[...])``; the module does not change.
+List a callback in ``lightning.pytorch.Trainer(callbacks=[...])``, or name a strategy; the module does not change.
+Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zero1`` and so on.
 """
 
 from lightning_tricks.callbacks import (
@@ -21,22 +22,28 @@ from lightning_tricks.composition import (
     current_step,
     step_ledger,
 )
+from lightning_tricks.distributed.policy import ShardingPlan, ShardingPolicy
+from lightning_tricks.strategies import FSDP2Strategy, ZeRO1Strategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
     "ExactResume",
+    "FSDP2Strategy",
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
     "OptimizerLedger",
     "OptimizerStep",
+    "ShardingPlan",
+    "ShardingPolicy",
     "StepLedger",
     "Summary",
     "Touches",
     "Trick",
     "WarmupCosineScheduler",
+    "ZeRO1Strategy",
     "current_step",
     "step_ledger",
 ]

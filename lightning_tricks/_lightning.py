@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as DEFAULT_TIMEOUT
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,12 +24,15 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "MisconfigurationException",
     "accumulates",
     "add_scheduler",
     "callbacks_of",
+    "callbacks_that_copy_the_module",
     "has_persistent_workers",
     "is_fast_dev_run",
+    "is_local_path",
     "is_logging_step",
     "load_loader_states",
     "loader_generators",
@@ -30,13 +41,17 @@ __all__ = [
     "loss_scaler",
     "module_overrides",
     "other_rate_writers",
+    "precision_of",
     "remove_scheduler",
     "restart_train_iterator",
     "resume_point",
     "saved_loader_states",
     "schedulers_of",
     "set_callbacks",
+    "set_device_mesh",
+    "torch_optimizer",
     "train_batches_per_epoch",
+    "turn_off_inference_mode",
     "unscales_by_itself",
     "unsupported_strategy",
 ]
@@ -197,3 +212,39 @@ def restart_train_iterator(trainer: pl.Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         iter(fetcher)
+
+
+def callbacks_that_copy_the_module(trainer: pl.Trainer) -> list[str]:
+    """Names of Lightning's own callbacks in the list that deep-copy the module, which a sharded one refuses."""
+    copying = (WeightAveraging, StochasticWeightAveraging)
+    return [type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, copying)]
+
+
+def precision_of(plugin: Any) -> str:
+    """The name of the Trainer's precision, as `Trainer(precision=...)` takes it."""
+    return str(getattr(plugin, "precision", "32-true"))
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
+    """What `LightningModule.device_mesh` shows."""
+    module._device_mesh = mesh
+
+
+def torch_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside of what `self.optimizers()` returns."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def turn_off_inference_mode(trainer: pl.Trainer) -> None:
+    """Evaluate under `torch.no_grad`, as `Trainer(inference_mode=False)` does.
+
+    What FSDP2 gathers under `torch.inference_mode` cannot be trained on afterwards; Lightning knows that of FSDP1 only.
+    """
+    evaluation = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in (*evaluation, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+def is_local_path(path: Any) -> bool:
+    """Whether a path is one of this machine's file system, not of a bucket."""
+    return bool(_is_local_file_protocol(path))

@@ -15,6 +15,13 @@ def two_processes() -> Iterator[ProcessPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def four_processes() -> Iterator[ProcessPool]:
+    pool = ProcessPool(4)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

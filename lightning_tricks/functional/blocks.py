@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["BlockSelector", "find_blocks", "validate_selector"]
+__all__ = ["BlockSelector", "find_blocks", "inner_first", "repeated_blocks", "validate_selector"]
 
 BlockSelector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A class, a class name, a glob over module names, or a predicate of (name, module)."""
@@ -53,11 +53,52 @@ def find_blocks(module: nn.Module, blocks: BlockSelector | Sequence[BlockSelecto
     selectors = list(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
     chosen: set[nn.Module] = set()
     for selector in selectors:
-        matches = _repeated_blocks(module) if selector == "auto" else _matches(module, selector)
+        matches = _repeats(module) if selector == "auto" else _matches(module, selector)
         if not matches:
             raise ValueError(_nothing_matches(module, selector))
         chosen.update(matches)
     return _outermost(module, chosen)
+
+
+def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Find the repeated blocks of a model, as `find_blocks` does for ``"auto"``, or none.
+
+    Args:
+        module: the model.
+
+    Returns:
+        Name to module, in the order of registration; empty where nothing repeats.
+
+    Example:
+        >>> repeated_blocks(nn.Linear(2, 2))
+        {}
+    """
+    return _outermost(module, set(_repeats(module)))
+
+
+def inner_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Walk a module's submodules in the order of registration, each after those inside of it, the module itself last.
+
+    Args:
+        module: the model.
+
+    Returns:
+        Name and module of each, once; the order in which constructors finish.
+
+    Example:
+        >>> [name for name, _ in inner_first(nn.Sequential(nn.Sequential(nn.Tanh()), nn.Tanh()))]
+        ['0.0', '0', '1', '']
+    """
+    seen: set[nn.Module] = set()
+
+    def walk(one: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(one)
+        for child_name, child in one.named_children():
+            if child not in seen:
+                yield from walk(child, f"{name}.{child_name}" if name else child_name)
+        yield name, one
+
+    return walk(module, "")
 
 
 def validate_selector(blocks: object) -> None:
@@ -103,7 +144,7 @@ def _outermost(module: nn.Module, chosen: set[nn.Module]) -> dict[str, nn.Module
     return found
 
 
-def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
+def _repeats(module: nn.Module) -> list[nn.Module]:
     in_containers = list(_walk(module, _groups_in_containers))
     return in_containers or list(_walk(module, _groups_of_attributes))
 

@@ -1,0 +1,1 @@
+"""Layer 0: meshes, sharding, collectives and distributed checkpoints. torch only, no lightning."""

@@ -1,0 +1,241 @@
+"""Fully sharded data parallel (ZeRO stages 2 and 3) on a model that knows nothing of it.
+
+Every rank holds 1/W of each parameter, gradient and optimizer state. A unit of modules is gathered before its forward,
+freed after it, gathered again before its backward, and its gradients are summed into shards after that.
+
+**Reference**: Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054, section 5; Zhao et al. (2023), arXiv:2304.11277. The engine is torch's ``fully_shard`` (FSDP2).
+**Cost**: three collectives a unit and step (gather, gather, reduce-scatter), two where a unit is not freed between
+forward and backward. Accumulation without communication holds whole gradients until the window's last micro-batch.
+**Sharding**: chunks along the first dimension; parameters without a dimension are kept whole, their gradients averaged.
+"""
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from lightning_tricks.distributed.initialization import Materializer, broadcast_from_first_rank_, has_meta_tensors
+from lightning_tricks.distributed.policy import ShardingPlan
+from lightning_tricks.functional.blocks import inner_first
+
+__all__ = [
+    "ForwardMethods",
+    "apply_forward_methods",
+    "finish_reduction_",
+    "is_sharded",
+    "mesh_of",
+    "reshard_",
+    "shard_",
+    "without_gradient_sync",
+]
+
+
+@dataclass
+class _Replicated:
+    """Averages the gradients of parameters that each rank keeps whole, unless told to wait."""
+
+    synchronizes: bool = True
+
+    def average(self, parameter: Tensor) -> None:
+        if self.synchronizes and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)  # gloo knows no average
+            parameter.grad.div_(dist.get_world_size())
+
+
+# What was sharded here, so that a second run can tell it from what the user sharded.
+_SHARDED: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, _Replicated]] = WeakKeyDictionary()
+
+
+def shard_(
+    module: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    provided: Collection[str] = (),
+) -> None:
+    """Fill, synchronise and shard a model unit by unit. A collective: on every rank, with the same plan.
+
+    Args:
+        module: the model that the plan was made of; its tensors on any device, or on meta.
+        plan: the units.
+        mesh: of one axis to shard over, or of two: replicate, shard.
+        reshard_after_forward: whether units are freed between forward and backward; an int reshards to groups of that
+            many ranks. Units whose plan says otherwise, and the root, stay gathered.
+        mp_policy: the dtypes in which parameters are gathered and gradients reduced; None leaves them as they are.
+        offload_policy: whether shards live on the CPU; None leaves them on the mesh's device.
+        provided: names of tensors that are loaded later, so that meta-device modules need not fill them.
+
+    Raises:
+        ValueError: the module is sharded already; a tensor on meta is filled by nothing.
+    """
+    if is_sharded(module):
+        raise ValueError(f"expected a module that is not sharded yet, got {type(module).__name__} with DTensors")
+    device = _device_of(mesh)
+    kept_names = {*plan.ignored, *plan.replicated}
+    materializer = Materializer(device, provided)
+    units = {unit.module: unit for unit in plan.units}
+    done: set[int] = set()
+    full_precision = MixedPrecisionPolicy()
+    for name, one in inner_first(module):
+        if has_meta_tensors(one, recurse=False):
+            materializer.fill_(name, one)
+        if one not in units and one is not module:
+            continue
+        fresh = [t for t in (*one.parameters(), *one.buffers()) if id(t) not in done and not isinstance(t, DTensor)]
+        broadcast_from_first_rank_(fresh, device)
+        unit = units.get(one)
+        if unit is not None:
+            kept = {parameter for key, parameter in one.named_parameters(prefix=name) if key in kept_names}
+            fully_shard(
+                one,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward if unit.reshards else False,
+                mp_policy=full_precision if unit.full_precision or mp_policy is None else mp_policy,
+                offload_policy=offload_policy or OffloadPolicy(),
+                ignored_params=kept,
+            )
+        done.update(id(t) for t in (*one.parameters(), *one.buffers()))
+    replicated = _Replicated()
+    for name, parameter in module.named_parameters():
+        if name in plan.replicated and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(replicated.average)  # type: ignore[no-untyped-call]
+    _SHARDED[module] = mesh, replicated
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the module, or a part of it, is sharded, by this package or by anybody else.
+
+    Args:
+        module: the module to look at.
+
+    Example:
+        >>> is_sharded(nn.Linear(2, 2))
+        False
+    """
+    return any(isinstance(one, FSDPModule) for one in module.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in module.parameters()
+    )
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh that `shard_` sharded this module over; None if it did not.
+
+    Args:
+        module: the model.
+    """
+    return _SHARDED[module][0] if module in _SHARDED else None
+
+
+def reshard_(module: nn.Module) -> None:
+    """Free all parameters that are gathered, so that what the module holds are its shards.
+
+    A forward without a backward leaves the root gathered; whatever reads or writes the weights then (an optimizer, an
+    average, a checkpoint) would see copies that the shards know nothing of.
+
+    Args:
+        module: the model.
+    """
+    for unit in _units(module):
+        unit.reshard()
+
+
+@contextmanager
+def without_gradient_sync(module: nn.Module) -> Iterator[None]:
+    """Sum gradients on each rank without communication, as in all micro-batches of a window but the last.
+
+    Args:
+        module: the model. Each rank holds its whole gradients until a backward outside of the context reduces them.
+    """
+    _synchronize(module, False)
+    try:
+        yield
+    finally:
+        _synchronize(module, True)
+
+
+def finish_reduction_(module: nn.Module) -> None:
+    """Reduce gradients that were summed without communication, where no backward comes that would do it.
+
+    Args:
+        module: the model. A collective: on every rank.
+    """
+    for unit in _units(module):
+        state = unit._get_fsdp_state()  # private: torch 2.13 has no other way to reduce outside of a backward
+        if state._is_root:
+            state._state_ctx.is_last_backward = True
+            state._root_post_backward_final_callback()
+    if module in _SHARDED:
+        replicated = _SHARDED[module][1]
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor) and parameter.requires_grad:
+                replicated.average(parameter)
+
+
+class ForwardMethods:
+    """The handle of methods that gather and free the root as its forward does.
+
+    Args:
+        module: the model.
+        names: the methods.
+    """
+
+    def __init__(self, module: nn.Module, names: list[str]) -> None:
+        self._module, self._names = module, names
+
+    def remove(self) -> None:
+        """Take the methods back to those of the class. A second call does nothing."""
+        for name in self._names:
+            vars(self._module).pop(name, None)
+        self._names = []
+
+
+def apply_forward_methods(module: nn.Module, names: Collection[str]) -> ForwardMethods:
+    """Let methods of the root gather its parameters as its forward does.
+
+    Args:
+        module: the model. Nothing happens where it is not the root of its units.
+        names: its methods.
+
+    Returns:
+        The handle that undoes it.
+    """
+    changed = [name for name in names if isinstance(module, FSDPModule) and name not in vars(module)]
+    for name in changed:
+        register_fsdp_forward_method(module, name)
+    return ForwardMethods(module, changed)
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
+def _synchronize(module: nn.Module, synchronizes: bool) -> None:
+    for unit in _units(module):
+        unit.set_requires_gradient_sync(synchronizes, recurse=False)
+    if module in _SHARDED:
+        _SHARDED[module][1].synchronizes = synchronizes
+
+
+@functools.cache
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
