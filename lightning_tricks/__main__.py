@@ -1,12 +1,16 @@
-"""The command line: ``python -m lightning_tricks list`` prints the table of tricks."""
+"""The command line: ``python -m lightning_tricks list`` and ``consolidate``."""
 
 import argparse
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
 
 from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks
 from lightning_tricks.composition import Trick
+from lightning_tricks.distributed.sharded_checkpoint import consolidate
 
 
 def public_tricks() -> list[type[Trick]]:
@@ -31,14 +35,25 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the tricks, what each buys and what it costs")
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    consolidating = commands.add_parser("consolidate", help="a distributed checkpoint as one ordinary file")
+    consolidating.add_argument("folder", type=Path, metavar="DIR", help="the folder that FSDP2Strategy saved")
+    consolidating.add_argument("file", type=Path, metavar="FILE", help="where to write the file")
+    consolidating.add_argument("--trusted", action="store_true", help="unpickle any object that the folder holds")
     options = parser.parse_args(arguments)
-    if options.markdown:
+    if options.command == "consolidate":
+        try:
+            consolidate(options.folder, options.file, weights_only=not options.trusted)
+        except FileNotFoundError as error:
+            sys.exit(str(error))
+        except UnpicklingError as error:
+            sys.exit(f"{error}\n\nIf you trust where the folder comes from, add --trusted.")
+    elif options.markdown:
         print(table_in_markdown())
-        return
-    table = Table("callback", "what it buys", "what it costs")
-    for trick in public_tricks():
-        table.add_row(trick.__name__, trick.buys, trick.costs)
-    Console().print(table)
+    else:
+        table = Table("callback", "what it buys", "what it costs")
+        for trick in public_tricks():
+            table.add_row(trick.__name__, trick.buys, trick.costs)
+        Console().print(table)
 
 
 if __name__ == "__main__":

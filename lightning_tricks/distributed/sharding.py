@@ -13,7 +13,7 @@ forward and backward. Accumulation without communication holds whole gradients u
 import functools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Adafactor, Adam, Muon, Optimizer, Rprop
 
 from lightning_tricks.distributed.initialization import Materializer, broadcast_from_first_rank_, has_meta_tensors
 from lightning_tricks.distributed.policy import ShardingPlan
@@ -37,10 +40,12 @@ __all__ = [
     "ForwardMethods",
     "apply_forward_methods",
     "finish_reduction_",
-    "is_sharded",
     "mesh_of",
+    "move_unsharded_",
+    "refuse_optimizer",
     "reshard_",
     "shard_",
+    "sharded_by",
     "without_gradient_sync",
 ]
 
@@ -86,14 +91,13 @@ def shard_(
     Raises:
         ValueError: the module is sharded already; a tensor on meta is filled by nothing.
     """
-    if is_sharded(module):
-        raise ValueError(f"expected a module that is not sharded yet, got {type(module).__name__} with DTensors")
+    if sharded_by(module) is not None:
+        raise ValueError(f"expected a module that is not sharded yet, got one sharded by {sharded_by(module)}")
     device = _device_of(mesh)
     kept_names = {*plan.ignored, *plan.replicated}
     materializer = Materializer(device, provided)
     units = {unit.module: unit for unit in plan.units}
     done: set[int] = set()
-    full_precision = MixedPrecisionPolicy()
     for name, one in inner_first(module):
         if has_meta_tensors(one, recurse=False):
             materializer.fill_(name, one)
@@ -103,12 +107,15 @@ def shard_(
         broadcast_from_first_rank_(fresh, device)
         unit = units.get(one)
         if unit is not None:
+            policy = MixedPrecisionPolicy() if unit.full_precision or mp_policy is None else mp_policy
+            if one is module:  # its inputs are the batch, targets and all
+                policy = replace(policy, cast_forward_inputs=False)
             kept = {parameter for key, parameter in one.named_parameters(prefix=name) if key in kept_names}
             fully_shard(
                 one,
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward if unit.reshards else False,
-                mp_policy=full_precision if unit.full_precision or mp_policy is None else mp_policy,
+                mp_policy=policy,
                 offload_policy=offload_policy or OffloadPolicy(),
                 ignored_params=kept,
             )
@@ -120,19 +127,22 @@ def shard_(
     _SHARDED[module] = mesh, replicated
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether the module, or a part of it, is sharded, by this package or by anybody else.
+def sharded_by(module: nn.Module) -> str | None:
+    """What has sharded or wrapped the module, or a part of it, whoever did it; None where nothing has.
 
     Args:
         module: the module to look at.
 
     Example:
-        >>> is_sharded(nn.Linear(2, 2))
-        False
+        >>> sharded_by(nn.Linear(2, 2)) is None
+        True
     """
-    return any(isinstance(one, FSDPModule) for one in module.modules()) or any(
-        isinstance(parameter, DTensor) for parameter in module.parameters()
-    )
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            return "fully_shard"
+        if isinstance(one, (FullyShardedDataParallel, DistributedDataParallel)):
+            return type(one).__name__
+    return "DTensor" if any(isinstance(parameter, DTensor) for parameter in module.parameters()) else None
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
@@ -142,6 +152,18 @@ def mesh_of(module: nn.Module) -> DeviceMesh | None:
         module: the model.
     """
     return _SHARDED[module][0] if module in _SHARDED else None
+
+
+def move_unsharded_(module: nn.Module, device: torch.device) -> None:
+    """Move the modules without parameters, such as metrics. Shards stay where they are.
+
+    Args:
+        module: the model.
+        device: where to.
+    """
+    for one in module.modules():
+        if next(one.parameters(), None) is None:
+            one.to(device)
 
 
 def reshard_(module: nn.Module) -> None:
@@ -187,6 +209,38 @@ def finish_reduction_(module: nn.Module) -> None:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and parameter.requires_grad:
                 replicated.average(parameter)
+
+
+def refuse_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise unless an optimizer can step the sharded parameters of a module.
+
+    Args:
+        optimizer: what the user built.
+        module: sharded.
+
+    Raises:
+        ValueError: its computation fails on sharded parameters, or it holds others than the module's.
+    """
+    name = type(optimizer).__name__
+    # Tried in torch 2.13: their operations have no rule for DTensors.
+    if optimizer.defaults.get("fused") and not isinstance(optimizer, Adam):  # nor AdamW, which is one
+        raise ValueError(
+            f"expected {name} without fused=True, which torch has for sharded parameters in Adam and AdamW only"
+        )
+    if isinstance(optimizer, (Adafactor, LBFGS, Muon, Rprop)):
+        instead = '"ddp"' if isinstance(optimizer, LBFGS) else '"zero1", which divides its state by whole parameters'
+        raise ValueError(
+            f"expected an optimizer that can step sharded parameters, got torch's {name}, which cannot. "
+            f"Use another optimizer, or strategy={instead}"
+        )
+    own = set(module.parameters())
+    strangers = [one for group in optimizer.param_groups for one in group["params"] if one not in own]
+    if strangers:
+        raise ValueError(
+            f"expected {name} to hold the sharded module's parameters, got {len(strangers)} others, the first of shape "
+            f"{tuple(strangers[0].shape)}: training would not reach the module. Build the optimizer in "
+            "configure_optimizers, from self.parameters()"
+        )
 
 
 class ForwardMethods:

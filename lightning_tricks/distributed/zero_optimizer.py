@@ -35,7 +35,9 @@ def shard_optimizer_state(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
             "expected an optimizer that steps each parameter by itself, got LBFGS, whose step depends on all of them: "
             'a rank that holds a part of its state would take another step. Use strategy="ddp"'
         )
-    return ZeroRedundancyOptimizer(optimizer.param_groups, _Like(optimizer), **optimizer.defaults)  # type: ignore[arg-type]
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, _Like(optimizer), **optimizer.defaults)  # type: ignore[arg-type]
+    optimizer.state.clear()  # what a constructor put there is with the rank that owns it
+    return sharded
 
 
 def gather_optimizer_state(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -98,6 +100,8 @@ class _Like:
         hooks: dict[str, Any] = {
             key: OrderedDict() for key in vars(like) if key.startswith("_optimizer_") and key.endswith("_hooks")
         }
-        built.__dict__.update(vars(like), **hooks, state=defaultdict(dict), param_groups=param_groups)
+        parameters = [parameter for group in param_groups for parameter in group["params"]]
+        state = defaultdict(dict, {one: like.state[one] for one in parameters if one in like.state})
+        built.__dict__.update(vars(like), **hooks, state=state, param_groups=param_groups)
         vars(built).pop("step", None)  # schedulers wrap the method of the instance
         return built

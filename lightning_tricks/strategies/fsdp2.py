@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins import CheckpointIO, DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -35,21 +32,31 @@ from lightning_tricks.distributed.faults import explain_
 from lightning_tricks.distributed.full_state import (
     gather_state_dict,
     load_full_optimizer_state_,
-    load_full_state_,
     read_state_dict,
     whole,
 )
 from lightning_tricks.distributed.meshes import SHARD, data_parallel_mesh
 from lightning_tricks.distributed.policy import ShardingPlan, ShardingPolicy
+from lightning_tricks.distributed.precision import FULL_PRECISION, convert_, mixed_precision_policy
+from lightning_tricks.distributed.sharded_checkpoint import (
+    CheckpointFolders,
+    is_sharded_checkpoint,
+    named_optimizer_state,
+    read_meta,
+    read_sharded_optimizer_state,
+)
 from lightning_tricks.distributed.sharding import (
     apply_forward_methods,
     finish_reduction_,
-    is_sharded,
     mesh_of,
+    move_unsharded_,
+    refuse_optimizer,
     reshard_,
     shard_,
+    sharded_by,
     without_gradient_sync,
 )
+from lightning_tricks.distributed.weights import FileWeights, FolderWeights
 from lightning_tricks.functional.blocks import BlockSelector
 from lightning_tricks.functional.patching import Removable, patch_
 
@@ -139,9 +146,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.plan: ShardingPlan | None = None
         self._undo: list[Removable] = []
         self._synchronizes = True
-        self._pending: tuple[Mapping[str, Any], bool] | None = None
+        self._pending: FileWeights | FolderWeights | None = None
+        self._folder: Path | None = None
+        self._folders = CheckpointFolders(asynchronous=async_checkpoint)
 
     # Before the run
+
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        return "cpu:gloo,cuda:nccl" if self.cpu_offload and backend == "nccl" else backend
 
     @override
     def setup_environment(self) -> None:
@@ -166,7 +179,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{mesh_of(module)}. Build the module anew and load its weights from a checkpoint"
             )
         if self._pending is not None:
-            self._load_weights(*self._pending)
+            self._pending.load_(module)
             self._pending = None
         turn_off_inference_mode(trainer)
         self._undo.append(apply_forward_methods(module, _STEPS))
@@ -181,15 +194,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        own = set(self._module.parameters())
-        for index, optimizer in enumerate(self.optimizers):
-            strangers = [one for group in optimizer.param_groups for one in group["params"] if one not in own]
-            if strangers:
-                raise ValueError(
-                    f"expected optimizer {index} ({type(optimizer).__name__}) to hold the sharded module's parameters, "
-                    f"got {len(strangers)} others, the first of shape {tuple(strangers[0].shape)}: training would not "
-                    "reach the module. Build the optimizer in configure_optimizers, from self.parameters()"
-                )
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer, self._module)
             hook = functools.partial(_reshard_after_step, self._module)
             self._undo.append(optimizer.register_step_post_hook(hook))
 
@@ -208,10 +214,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{type(self).__name__} expected no callback that copies the module, which a sharded one cannot be "
                 f"(PL#21414), got {', '.join(copying)}. Drop it"
             )
-        wrappers = (FullyShardedDataParallel, DistributedDataParallel)
-        wrapped = [type(one).__name__ for one in module.modules() if isinstance(one, wrappers)]
-        if wrapped or is_sharded(module):
-            how = wrapped[0] if wrapped else "fully_shard or DTensors"
+        how = sharded_by(module)
+        if how is not None:
             raise MisconfigurationException(
                 f"{type(self).__name__} shards the module by itself: expected a plain one, got one that is sharded "
                 f"already ({how}), by configure_model or before fit. Drop that, or use Lightning's "
@@ -222,9 +226,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         """The recipe: what converts modules, then precision, then sharding."""
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
-        _convert_(module, self.precision_plugin)
-        mp_policy = self._mixed_precision()
-        precise = (_BatchNorm,) if mp_policy is not None else ()
+        convert_(module, self.precision_plugin.convert_module)
+        mp_policy = mixed_precision_policy(self.mp_policy, precision_of(self.precision_plugin))
+        precise = FULL_PRECISION if mp_policy is not None else ()
         self.plan = self.policy.plan(
             module,
             self.device_mesh[SHARD].size(),
@@ -233,7 +237,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         self._refuse_group_size()
         if self._pending is None and self.weights is not None:
-            self._pending = read_state_dict(self.weights), module.strict_loading
+            self._pending = FileWeights(read_state_dict(self.weights), module.strict_loading)
         shard_(
             module,
             self.plan,
@@ -241,9 +245,9 @@ class FSDP2Strategy(ModelParallelStrategy):
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=mp_policy,
             offload_policy=CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu") if self.cpu_offload else None,
-            provided=() if self._pending is None else self._pending[0].keys(),
+            provided=() if self._pending is None else self._pending.names(),
         )
-        _move_the_rest_(module, self.root_device)
+        move_unsharded_(module, self.root_device)
         rank_zero_info(f"{type(self).__name__} shards\n{self.plan}")
         if len(self.plan.units) == 1:
             rank_zero_warn(
@@ -258,22 +262,6 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"expected `reshard_after_forward` to divide the ranks of a shard group, got {size} for {shard_size} = "
                 f"world size {self.world_size} / replicate size {self.world_size // shard_size}"
             )
-
-    def _mixed_precision(self) -> MixedPrecisionPolicy | None:
-        precision = precision_of(self.precision_plugin)
-        if isinstance(self.mp_policy, MixedPrecisionPolicy):
-            return self.mp_policy
-        if self.mp_policy == "fsdp":
-            if precision != "bf16-mixed":
-                raise MisconfigurationException(
-                    f'expected precision="bf16-mixed" beside mp_policy="fsdp", got {precision!r}. '
-                    'Use mp_policy="auto", or a MixedPrecisionPolicy'
-                )
-            # Autocast stays on: it keeps losses and softmax in fp32, and finds the rest in bf16 already.
-            return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
-        if self.mp_policy == "auto" and precision in ("bf16-true", "16-true"):
-            return MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        return None
 
     # Each step
 
@@ -326,11 +314,13 @@ class FSDP2Strategy(ModelParallelStrategy):
     def teardown(self) -> None:
         while self._undo:
             self._undo.pop().remove()
+        self._folders.wait()
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._pending = None
+        self._folders.abandon()
         explain_(exception, self.global_rank)
 
     # Checkpoints
@@ -358,59 +348,64 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_state_dict(self._module.state_dict())
+        state = self._module.state_dict()
+        return state if self._save_distributed_checkpoint else gather_state_dict(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gather_state_dict(torch_optimizer(optimizer).state_dict())
+        optimizer = torch_optimizer(optimizer)
+        if self._save_distributed_checkpoint:
+            return named_optimizer_state(optimizer, self._module)
+        return gather_state_dict(optimizer.state_dict())
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        state_dict, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        self._folders.save(Path(filepath), state_dict, optimizer_states, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._folders.remove_later(functools.partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._folders.wait()
+        path = Path(checkpoint_path)
+        self._folder = path if is_sharded_checkpoint(path) else None
+        if self._folder is not None:
+            return read_meta(self._folder, weights_only=weights_only)
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        weights = FolderWeights(self._folder, strict) if self._folder else FileWeights(checkpoint["state_dict"], strict)
         if mesh_of(self._module) is None:
-            self._pending = checkpoint["state_dict"], strict
+            self._pending = weights
         else:
-            self._load_weights(checkpoint["state_dict"], strict)
-
-    def _load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
-        load_full_state_(self._module, state, strict=strict)
+            weights.load_(self._module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"expected the state of {len(self.optimizers)} optimizers, got a checkpoint of {len(states)}"
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if self._folder is not None:
+                state = read_sharded_optimizer_state(optimizer, self._module, self._folder, index, state)
             load_full_optimizer_state_(optimizer, state)
 
     @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-def _convert_(module: nn.Module, plugin: Precision) -> None:
-    """Convert the module to the precision's dtype, but for BatchNorm: running statistics stall in 16 bits."""
-    precise = [one for one in module.modules() if isinstance(one, _BatchNorm)]
-    kept = [{key: value.clone() for key, value in one.state_dict().items()} for one in precise]
-    plugin.convert_module(module)
-    for one, state in zip(precise, kept, strict=True):
-        if isinstance(plugin, HalfPrecision):
-            one.float().load_state_dict(state)
-
-
-def _move_the_rest_(module: nn.Module, device: torch.device) -> None:
-    """Move what is not sharded: modules without parameters, such as metrics. Shards may live on another device."""
-    for one in module.modules():
-        if next(one.parameters(), None) is None:
-            one.to(device)
 
 
 # Functions of the module, not closures: they end up inside of objects that get pickled.
