@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as DEFAULT_TIMEOUT
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
@@ -49,6 +50,7 @@ __all__ = [
     "schedulers_of",
     "set_callbacks",
     "set_device_mesh",
+    "set_sampler_epochs",
     "torch_optimizer",
     "train_batches_per_epoch",
     "turn_off_inference_mode",
@@ -205,6 +207,19 @@ def loader_states_are_pending(trainer: pl.Trainer) -> bool:
     `estimated_stepping_batches`, asked in `configure_optimizers`, sets the data up before the checkpoint is read.
     """
     return bool(trainer.fit_loop._combined_loader_states_to_load)
+
+
+def set_sampler_epochs(trainer: pl.Trainer) -> bool:
+    """Tell the training loaders' samplers which epoch the run is in, and return whether any listens.
+
+    After a resume Lightning begins to walk the data before it does, in the order of the first epoch.
+    """
+    loaders = [] if trainer.fit_loop._combined_loader is None else trainer.fit_loop._combined_loader.flattened
+    for loader in loaders:
+        _set_sampler_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+    samplers = [getattr(one, name, None) for one in loaders for name in ("sampler", "batch_sampler")]
+    samplers += [getattr(one, "sampler", None) for one in samplers]
+    return any(hasattr(one, "set_epoch") for one in samplers)
 
 
 def restart_train_iterator(trainer: pl.Trainer) -> None:

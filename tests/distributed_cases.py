@@ -11,11 +11,13 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
-from tests.models import Net, fit, rank_loader, seeded, weights
+from tests.models import ManualNet, Net, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
 from tests.models import trainer as quiet_trainer
 
 
@@ -29,23 +31,26 @@ class ShardedNet(Net):
         fully_shard(self.net, mesh=mesh)
 
 
+BY_HAND = "fsdp2 by hand"  # stock Lightning's ModelParallelStrategy
+
+
 def strategy_of(name: str, world_size: int) -> Any:
-    if name == "fsdp2":
+    if name == BY_HAND:
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-    return name
+    return "auto" if name == "one process" else name
 
 
 def trained(
     callbacks: list[pl.Callback], strategy: str, rank: int, world_size: int, *, net: dict[str, Any], **options: Any
 ) -> tuple[pl.Trainer, dict[str, torch.Tensor]]:
     """Train on this rank's part of every global batch; return the Trainer and the full weights."""
-    kind = ShardedNet if strategy == "fsdp2" else Net
+    kind = ShardedNet if strategy == BY_HAND else Net
     module = seeded(lambda: kind(**net))
     trainer = fit(
         module,
         *callbacks,
         data=rank_loader(rank, world_size),
-        strategy="auto" if strategy == "one process" else strategy_of(strategy, world_size),
+        strategy=strategy_of(strategy, world_size),
         devices=world_size,
         use_distributed_sampler=False,
         **options,
@@ -73,6 +78,81 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
     return results
 
 
+# How the runs of the contract differ under a strategy. fp16 begins with a scale that overflows.
+STRATEGY_MODES: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "fp32": (Net, {}),
+    "bf16": (Net, {"precision": "bf16-mixed"}),
+    "fp16 accumulation 3": (Net, {"accumulate_grad_batches": 3, "plugins": lambda: fp16(2.0**18)}),
+    "manual": (ManualNet, {}),
+    "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: fp16(2.0**18)}),
+}
+
+
+def run_mode(
+    strategy: str, mode: str, callbacks: list[pl.Callback], *, seed: int = 0, ckpt_path: Any = None, **net: Any
+) -> tuple[pl.Trainer, Net]:
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    kind, options = STRATEGY_MODES[mode]
+    made = {key: value() if callable(value) else value for key, value in options.items()}
+    module = seeded(lambda: kind(dropout=0.2, batchnorm=True, optimizer="momentum", **net), seed)
+    sampler = DistributedSampler(dataset(), world_size, rank, shuffle=True)
+    data = StatefulDataLoader(dataset(), batch_size=2, sampler=sampler)
+    run = quiet_trainer(
+        *callbacks, strategy=strategy, devices=world_size, use_distributed_sampler=False, max_epochs=2, **made
+    )
+    run.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return run, module
+
+
+class SaveAt(pl.Callback):
+    def __init__(self, batches: int, path: str) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def contract_under(strategy: str, folder: str) -> list[str]:
+    """Each row in each mode: resumed equals uninterrupted bit for bit, and neutral equals none. What went wrong."""
+    faults = []
+    for mode in STRATEGY_MODES:
+        manual = STRATEGY_MODES[mode][0] is not Net
+        _, plain = run_mode(strategy, mode, [])
+        for row in ROWS:
+            _, module = run_mode(strategy, mode, [row.build("neutral", manual=manual)])
+            if not same(weights(module), weights(plain)) or module.losses != plain.losses:
+                faults.append(f"{row.name}, {mode}: neutral settings change the run")
+
+            def callbacks(row: Any = row, manual: bool = manual) -> list[pl.Callback]:
+                own = [] if row.name == "ExactResume" else [row.build("acting", manual=manual)]
+                return [*own, lt.ExactResume()]
+
+            path = f"{folder}/{row.name}-{mode}.ckpt"
+            whole, module = run_mode(strategy, mode, [*callbacks(), SaveAt(10, path)])
+            torch.rand(7)  # the resumed run knows nothing of the first one's random state
+            again, resumed = run_mode(strategy, mode, callbacks(), seed=9, ckpt_path=path)
+            if not same(shared_weights(resumed), shared_weights(module)):
+                faults.append(f"{row.name}, {mode}: the resumed run has other weights")
+            if [one.state_dict() for one in lt.step_ledger(again)] != [
+                one.state_dict() for one in lt.step_ledger(whole)
+            ]:
+                faults.append(f"{row.name}, {mode}: the resumed run has another ledger")
+            if any("log" in vars(one) or "training_step" in vars(one) for one in (module, resumed)):
+                faults.append(f"{row.name}, {mode}: the module is left edited")
+    return faults
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def shared_weights(module: Net) -> dict[str, torch.Tensor]:
+    """Without what differs between ranks, of which a checkpoint holds rank 0's: running statistics."""
+    first = torch.distributed.get_rank() == 0
+    return {name: value for name, value in weights(module).items() if first or "running" not in name}
+
+
 class OneRankIsPoisoned(Net):
     """The loss is nan at batch 1, on rank 1 alone."""
 
@@ -88,7 +168,8 @@ class ShardedAndPoisoned(OneRankIsPoisoned, ShardedNet):
 def ledger_runs() -> dict[tuple[str, bool], tuple[int, int, int, int]]:
     """Verdict counts of runs in which one rank of two has a bad batch, by strategy and fused optimizer."""
     found = {}
-    for strategy, kind in (("ddp", OneRankIsPoisoned), ("fsdp2", ShardedAndPoisoned)):
+    kinds = dict.fromkeys(("ddp", "zero1", "fsdp2"), OneRankIsPoisoned) | {BY_HAND: ShardedAndPoisoned}
+    for strategy, kind in kinds.items():
         for fused in (False, True):
             trainer = fit(
                 kind(fused=fused),

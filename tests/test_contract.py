@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
 from tests.contract_table import ROWS, Row
-from tests.distributed_cases import contract_runs
+from tests.distributed_cases import BY_HAND, contract_runs, contract_under
 from tests.models import (
     ManualNet,
     Net,
@@ -180,7 +180,7 @@ def test_exception_leaves_the_module_as_a_plain_run_would(row: Row, where: str, 
 # 6. two processes
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2", BY_HAND])
 def test_two_processes_equal_one_on_the_same_global_batch(strategy: str, two_processes) -> None:
     expected = contract_runs("one process", rank=0, world_size=1)
     ranks = two_processes.run(contract_runs, strategy)
@@ -189,6 +189,12 @@ def test_two_processes_equal_one_on_the_same_global_batch(strategy: str, two_pro
             assert_same(rank[key][0], result, rtol=0, atol=1e-6)
             assert rank[key][1] == pytest.approx(logged, rel=1e-5, abs=1e-6)
             assert rank[key][1] == ranks[0][key][1]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp2"])
+def test_resume_and_neutral_hold_under_strategies(strategy: str, two_processes, tmp_path) -> None:
+    for faults in two_processes.run(contract_under, strategy, str(tmp_path), timeout=240):
+        assert faults == []
 
 
 # 7. plumbing

@@ -16,6 +16,7 @@ from lightning_tricks._lightning import (
     restart_train_iterator,
     resume_point,
     saved_loader_states,
+    set_sampler_epochs,
 )
 from lightning_tricks.composition import Summary, Touches, Trick
 from lightning_tricks.functional.random_state import capture_random_state, restore_random_state_
@@ -82,7 +83,7 @@ class ExactResume(Trick):
         if not self._resumes:
             return
         point = resume_point(trainer)
-        if loader_states_are_pending(trainer):
+        if set_sampler_epochs(trainer) or loader_states_are_pending(trainer):
             load_loader_states(trainer, self._loader_states)
             restart_train_iterator(trainer)
         self._restore(trainer, self._loaded or [])

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Adafactor, Adam, Muon, Optimizer, Rprop
 
@@ -39,6 +40,7 @@ from lightning_tricks.functional.blocks import inner_first
 __all__ = [
     "ForwardMethods",
     "apply_forward_methods",
+    "broadcast_running_statistics_",
     "finish_reduction_",
     "mesh_of",
     "move_unsharded_",
@@ -209,6 +211,18 @@ def finish_reduction_(module: nn.Module) -> None:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and parameter.requires_grad:
                 replicated.average(parameter)
+
+
+def broadcast_running_statistics_(module: nn.Module) -> None:
+    """Give every rank rank 0's running statistics, as DDP does at each forward. A collective: on every rank.
+
+    Args:
+        module: the model. Each rank's BatchNorm follows its own batches, but an evaluation must not depend on the rank.
+    """
+    for one in module.modules():
+        if isinstance(one, _BatchNorm) and one.track_running_stats:
+            for buffer in one.buffers():
+                dist.broadcast(buffer, src=0)
 
 
 def refuse_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

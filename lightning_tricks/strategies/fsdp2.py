@@ -47,6 +47,7 @@ from lightning_tricks.distributed.sharded_checkpoint import (
 )
 from lightning_tricks.distributed.sharding import (
     apply_forward_methods,
+    broadcast_running_statistics_,
     finish_reduction_,
     mesh_of,
     move_unsharded_,
@@ -283,6 +284,18 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().predict_step, *args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        broadcast_running_statistics_(self._module)
+
+    @override
+    def on_test_start(self) -> None:
+        broadcast_running_statistics_(self._module)
+
+    @override
+    def on_predict_start(self) -> None:
+        broadcast_running_statistics_(self._module)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)

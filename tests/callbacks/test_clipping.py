@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_tricks as lt
-from tests.distributed_cases import logged_norms
+from tests.distributed_cases import BY_HAND, logged_norms
 from tests.models import FixedGradients, Net, TwoOptimizers, assert_same, fit, fp16, seeded, weights
 from tests.models import trainer as quiet_trainer
 
@@ -110,7 +110,7 @@ def test_two_clippers_on_different_optimizers_are_no_conflict(tmp_path) -> None:
 
 def test_case_5_the_norm_is_global_and_the_same_on_every_rank(two_processes) -> None:
     expected = logged_norms("one process", 0, 1)
-    for strategy in ("ddp", "fsdp2"):
+    for strategy in ("ddp", "zero1", "fsdp2", BY_HAND):
         first, second = two_processes.run(logged_norms, strategy)
         assert first == second
         assert first == pytest.approx(expected, rel=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
@@ -63,8 +63,15 @@ def runs(make_loader, hook: str, at: int, path: Path, *, resume_with: type[Net] 
     ],
 )
 def test_stateful_loader_at_any_moment(tmp_path, hook: str, at: int, options: dict) -> None:
-    whole, resumed = runs(stateful, hook, at, tmp_path / "a.ckpt", **options)
-    assert_same(resumed, whole)
+    for number, make_loader in enumerate((stateful, with_epochs)):
+        whole, resumed = runs(make_loader, hook, at, tmp_path / f"{number}.ckpt", **options)
+        assert_same(resumed, whole)
+
+
+def with_epochs() -> StatefulDataLoader:
+    """Its sampler shuffles by the number of the epoch, as the one does that Lightning puts in under DDP."""
+    data = dataset()
+    return StatefulDataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0))
 
 
 @pytest.mark.parametrize(

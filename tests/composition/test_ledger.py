@@ -168,7 +168,8 @@ def test_fused_sgd_momentum_survives_a_first_overflow_with_no_clipper() -> None:
 def test_verdicts_are_the_same_on_every_rank(two_processes) -> None:
     first, second = two_processes.run(ledger_runs)
     assert first == second
-    assert first["ddp", False] == first["ddp", True] == first["fsdp2", False] == first["fsdp2", True] == (3, 0, 1, 0)
+    assert len(first) == 8
+    assert set(first.values()) == {(3, 0, 1, 0)}
 
 
 def test_totals_are_logged_on_logged_steps_only() -> None:
