@@ -9,6 +9,14 @@ torch.set_num_threads(1)  # tiny models: more threads only wait for each other
 
 
 @pytest.fixture(scope="session")
+def one_process() -> Iterator[ProcessPool]:
+    """A group of one, which distributed strategies need too, away from the process of the tests."""
+    pool = ProcessPool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def two_processes() -> Iterator[ProcessPool]:
     pool = ProcessPool(2)
     yield pool

@@ -41,7 +41,6 @@ __all__ = [
     "ForwardMethods",
     "apply_forward_methods",
     "broadcast_running_statistics_",
-    "finish_reduction_",
     "mesh_of",
     "move_unsharded_",
     "refuse_optimizer",
@@ -193,24 +192,6 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         _synchronize(module, True)
-
-
-def finish_reduction_(module: nn.Module) -> None:
-    """Reduce gradients that were summed without communication, where no backward comes that would do it.
-
-    Args:
-        module: the model. A collective: on every rank.
-    """
-    for unit in _units(module):
-        state = unit._get_fsdp_state()  # private: torch 2.13 has no other way to reduce outside of a backward
-        if state._is_root:
-            state._state_ctx.is_last_backward = True
-            state._root_post_backward_final_callback()
-    if module in _SHARDED:
-        replicated = _SHARDED[module][1]
-        for parameter in module.parameters():
-            if not isinstance(parameter, DTensor) and parameter.requires_grad:
-                replicated.average(parameter)
 
 
 def broadcast_running_statistics_(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,6 @@ from lightning_tricks.distributed.sharded_checkpoint import (
 from lightning_tricks.distributed.sharding import (
     apply_forward_methods,
     broadcast_running_statistics_,
-    finish_reduction_,
     mesh_of,
     move_unsharded_,
     refuse_optimizer,
@@ -146,7 +145,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.weights = weights
         self.plan: ShardingPlan | None = None
         self._undo: list[Removable] = []
-        self._synchronizes = True
         self._pending: FileWeights | FolderWeights | None = None
         self._folder: Path | None = None
         self._folders = CheckpointFolders(asynchronous=async_checkpoint)
@@ -267,13 +265,6 @@ class FSDP2Strategy(ModelParallelStrategy):
     # Each step
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        if output is None and self._module.automatic_optimization and self._synchronizes:
-            finish_reduction_(self._module)  # the window's last micro-batch has no backward that would
-        return output
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(super().validation_step, *args, **kwargs)
 
@@ -305,12 +296,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._synchronizes = False
-        try:
-            with without_gradient_sync(self._module):
-                yield
-        finally:
-            self._synchronizes = True
+        # One rank has nothing to save, and may end a window with a step that has no loss: nothing would reduce then.
+        with without_gradient_sync(self._module) if self.world_size > 1 else nullcontext():
+            yield
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

@@ -1,0 +1,489 @@
+"""What the tests of the strategies' behaviour run on each rank."""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import lightning_tricks as lt
+from tests import strategy_models as models
+from tests.checkpoint_cases import world
+from tests.models import ManualNet, Net, TwoOptimizers, assert_same, fp16, seeded, weights
+from tests.strategy_cases import data_of, strategy_trainer
+
+
+def both(kind: Callable[[], pl.LightningModule], strategy: Any = "fsdp2", *callbacks: Any, **options: Any) -> Any:
+    """Weights of a run in one process, and of the same run under the strategy."""
+    rank, world_size = world()
+    single, module = seeded(kind), seeded(kind)
+    strategy_trainer("one process", 1, *(make() for make in callbacks), **options).fit(single, data_of(single, 0, 1))
+    run = strategy_trainer(strategy, world_size, *(make() for make in callbacks), **options)
+    run.fit(module, data_of(module, rank, world_size))
+    return weights(single), weights(module)
+
+
+def check(kind: Callable[[], pl.LightningModule], strategy: Any = "fsdp2", *callbacks: Any, **options: Any) -> None:
+    single, module = both(kind, strategy, *callbacks, **options)
+    assert_same(module, single, rtol=0, atol=1e-6)
+
+
+# Manual optimization
+
+
+class Gan(pl.LightningModule):
+    """Two networks, two optimizers; the generator's step runs the discriminator after it has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.networks = nn.ModuleDict({"generator": mlp(4, 8), "discriminator": mlp(8, 1)})
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, _ = batch
+        generator, discriminator = self.networks["generator"], self.networks["discriminator"]
+        first, second = self.optimizers()
+        fake = generator(x[:, :4])
+        loss = discriminator(x).mean() - discriminator(fake.detach()).mean()
+        first.zero_grad()
+        self.manual_backward(loss + discriminator(x).square().mean())
+        first.step()
+        self.toggle_optimizer(second)
+        second.zero_grad()
+        self.manual_backward(discriminator(generator(x[:, :4])).mean())
+        second.step()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.networks[name].parameters(), lr=0.05, momentum=0.9)
+            for name in ("discriminator", "generator")
+        ]
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def manual_optimization(strategy: str) -> None:
+    for kind in (lambda: ManualNet(optimizer="momentum"), lambda: TwoOptimizers(optimizer="momentum"), Gan):
+        # Under DDP each of several backwards must say that it leaves parameters out.
+        check(kind, lt.ZeRO1Strategy(find_unused_parameters=True) if strategy == "zero1" else strategy)
+
+
+# Steps without a loss
+
+
+class NoLoss(Net):
+    """No loss at some batches; the window goes on."""
+
+    def __init__(self, none_at: tuple[int, ...]) -> None:
+        super().__init__(optimizer="momentum", none_at=none_at)
+
+
+def no_loss_on_one_rank() -> None:
+    """At the first, the middle and the last micro-batch of a window of 3. Lightning refuses that on several ranks."""
+    for none_at in ((0,), (1,), (2,), (2, 5)):
+        check(lambda none_at=none_at: NoLoss(none_at), "fsdp2", lt.GradientNormClipping, accumulate_grad_batches=3)
+
+
+# Evaluation
+
+
+def evaluation(strategy: str) -> None:
+    """validate, fit, test, predict, fit again, on one Trainer each: as in one process."""
+    results = {}
+    rank, world_size = world()
+    for name, rank_, size in (("one process", 0, 1), (strategy, rank, world_size)):
+        module = seeded(lambda: Evaluated(optimizer="momentum"))
+        data = data_of(module, rank_, size)
+        run = strategy_trainer(name, size, max_epochs=1)
+        scores = [run.validate(module, data, verbose=False)[0]["val_loss"]]
+        run.fit(module, data, data)
+        scores.append(run.test(module, data, verbose=False)[0]["test_loss"])
+        predicted = torch.cat(run.predict(module, data))
+        run.fit_loop.max_epochs = 2
+        run.fit(module, data, data)
+        scores.append(run.validate(module, data, verbose=False)[0]["val_loss"])
+        results[name] = scores, predicted, weights(module)
+    single, ours = results["one process"], results[strategy]
+    assert ours[0] == torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(single[0])) or ours[0]
+    mine = single[1].view(-1, world_size, 8 // world_size, 1)[:, rank].flatten(0, 1)
+    torch.testing.assert_close(ours[1], mine, rtol=0, atol=1e-6)
+    assert_same(ours[2], single[2], rtol=0, atol=1e-6)
+
+
+class Evaluated(Net):
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+def inference_mode_before_fit() -> None:
+    """Lightning evaluates under `torch.inference_mode` on NCCL, and under `torch.no_grad` on gloo alone."""
+    import lightning.pytorch.loops.utilities as loops
+
+    rank, world_size = world()
+    seen = []
+
+    class Watched(Evaluated):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            seen.append(torch.is_inference_mode_enabled())
+            super().validation_step(batch, batch_idx)
+
+    real = loops.dist
+    loops.dist = SimpleNamespace(get_backend=lambda: "nccl")
+    try:
+        module, single = (seeded(lambda: Watched(optimizer="momentum")) for _ in range(2))
+        run = strategy_trainer("fsdp2", world_size, max_epochs=1)
+        data = data_of(module, rank, world_size)
+        run.validate(module, data, verbose=False)
+        run.fit(module, data, data)
+        assert seen
+        assert not any(seen)
+        seen.clear()
+        plain = strategy_trainer("one process", 1, max_epochs=1)
+        plain.validate(single, data_of(single, 0, 1), verbose=False)
+        assert all(seen)  # without the strategy it would be
+        plain.fit(single, data_of(single, 0, 1))
+    finally:
+        loops.dist = real
+    assert_same(weights(module), weights(single), rtol=0, atol=1e-6)
+
+
+def weights_that_change_between_forwards(strategy: str) -> None:
+    """A callback that swaps weights around a validation, as an average does: no gathered copy may be out of date."""
+
+    class Swap(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            self.kept = [p.detach().clone() for p in module.parameters()]
+            with torch.no_grad():
+                torch._foreach_mul_(list(module.parameters()), 0.5)
+
+        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            with torch.no_grad():
+                for parameter, kept in zip(module.parameters(), self.kept, strict=True):
+                    parameter.copy_(kept)
+
+    rank, world_size = world()
+    results = []
+    for name, rank_, size in (("one process", 0, 1), (strategy, rank, world_size)):
+        module = seeded(lambda: Evaluated(optimizer="momentum"))
+        data = data_of(module, rank_, size)
+        run = strategy_trainer(name, size, Swap(), val_check_interval=3)
+        run.fit(module, data, data)
+        results.append((weights(module), float(run.callback_metrics["val_loss"])))
+    assert_same(results[1][0], results[0][0], rtol=0, atol=1e-6)
+    assert abs(results[1][1] - results[0][1]) < 1e-6
+
+
+def case_27_average(strategy: str) -> None:
+    """What an average of weights does: a shadow on each rank's shards, by foreach operations."""
+    rank, world_size = world()
+    results = []
+
+    class Average(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            self.shadow = [p.detach().clone() for p in module.parameters()]
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            torch._foreach_lerp_(self.shadow, [p.detach() for p in module.parameters()], 0.1)
+
+    for name, rank_, size in (("one process", 0, 1), (strategy, rank, world_size)):
+        module, average = seeded(lambda: Net(optimizer="momentum")), Average()
+        strategy_trainer(name, size, average).fit(module, data_of(module, rank_, size))
+        results.append(
+            {str(i): (p.full_tensor() if isinstance(p, DTensor) else p) for i, p in enumerate(average.shadow)}
+        )
+    assert_same(results[1], results[0], rtol=0, atol=1e-6)
+
+
+# Logging and metrics
+
+
+class Logs(Net):
+    """Logs norms of its own weights, and metrics that are its children."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.metric = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(self.net(batch[0]), batch[1])
+        self.log("error", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight = self.net[0].linear.weight
+        self.log("weight/norm", weight.detach().norm())
+        self.log_dict({"weight/synced": weight.detach().abs().sum()}, sync_dist=True)
+
+
+def logging_of_shards(strategy: str) -> None:
+    rank, world_size = world()
+    results = []
+    for name, rank_, size in (("one process", 0, 1), (strategy, rank, world_size)):
+        module = seeded(Logs)
+        run = strategy_trainer(name, size, max_epochs=1)
+        run.fit(module, data_of(module, rank_, size))
+        results.append({key: float(value) for key, value in run.callback_metrics.items()})
+        assert "log" not in vars(module)
+        if name == strategy:
+            tensor = next(module.parameters()).detach().norm()
+            assert abs(float(run.strategy.reduce(tensor)) - results[0]["weight/norm"]) < 1e-5
+    assert results[0].keys() == results[1].keys()
+    for key in results[0]:
+        assert abs(results[0][key] - results[1][key]) < 1e-5, key
+
+
+# Initialization
+
+
+def differently_seeded(strategy: Any) -> dict[str, Tensor]:
+    """Case 25: what comes out where each rank begins with weights of its own."""
+    rank, world_size = world()
+    module = seeded(lambda: models.TiedModule(optimizer="momentum"), seed=rank)
+    run = strategy_trainer(strategy, world_size, max_epochs=1)
+    run.fit(module, data_of(module, rank, world_size))
+    return weights(module)
+
+
+class OnMeta(Net):
+    """Builds its network in configure_model, on meta or not."""
+
+    def __init__(self, on_meta: bool) -> None:
+        super().__init__(optimizer="momentum", batchnorm=True)
+        self.on_meta = on_meta
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta") if self.on_meta else torch.device("cpu"):
+                self.net = Net(batchnorm=True).net
+
+
+def meta_initialization() -> None:
+    rank, world_size = world()
+    results = []
+    for strategy, rank_, size, on_meta in (("one process", 0, 1, False), ("fsdp2", rank, world_size, True)):
+        module = OnMeta(on_meta)
+        pl.seed_everything(3, verbose=False)
+        run = strategy_trainer(strategy, size, Snapshot(), max_epochs=1)
+        run.fit(module, data_of(module, rank_, size))
+        results.append(run.callbacks[0].taken)
+    assert_same(results[1], results[0])
+
+
+class Snapshot(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.taken = weights(module)
+
+
+class NoReset(OnMeta):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.append(Scale())
+        self.net.append(HalfReset())
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.sum()
+
+
+class HalfReset(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1, device="meta")
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.ones_(self.weight)
+
+
+def weights_from_a_file(path: str) -> None:
+    """A model on meta, some of it without a reset, from a file; also an empty model of Trainer.init_module."""
+    rank, world_size = world()
+    single = seeded(lambda: WithScale(on_meta=False))
+    single.configure_model()
+    if rank == 0:
+        torch.save(single.state_dict(), path)
+    torch.distributed.barrier()
+    module = seeded(lambda: WithScale(on_meta=True), seed=8)
+    strategy_trainer(lt.FSDP2Strategy(weights=path), world_size, max_epochs=1).fit(
+        module, data_of(module, rank, world_size)
+    )
+    strategy_trainer("one process", 1, max_epochs=1).fit(single, data_of(single, 0, 1))
+    assert_same(weights(module), weights(single), rtol=0, atol=1e-6)
+
+
+class WithScale(OnMeta):
+    def __init__(self, on_meta: bool) -> None:
+        super().__init__(on_meta)
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta") if self.on_meta else torch.device("cpu"):
+                self.net = Net().net
+                self.net.append(ScaleOnDevice())
+
+
+class ScaleOnDevice(Scale):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def empty_init() -> None:
+    rank, world_size = world()
+    pl.seed_everything(3, verbose=False)
+    run = strategy_trainer("fsdp2", world_size, Snapshot(), max_epochs=1)
+    with run.init_module(empty_init=True):
+        module = Net(optimizer="momentum")
+    assert next(module.parameters()).is_meta
+    pl.seed_everything(3, verbose=False)
+    expected = Net().state_dict()
+    run.fit(module, data_of(module, rank, world_size))
+    assert_same(run.callbacks[0].taken, expected)
+
+
+# Precision
+
+
+def precisions() -> dict[str, dict[str, Tensor]]:
+    """Weights by precision, in one process and under fsdp2."""
+    found = {}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "autocast": (lambda: "fsdp2", {"precision": "bf16-mixed"}),
+        "autocast by name": (lambda: lt.FSDP2Strategy(mp_policy="autocast"), {"precision": "bf16-mixed"}),
+        "policy": (lambda: lt.FSDP2Strategy(mp_policy="fsdp"), {"precision": "bf16-mixed"}),
+        "policy, BatchNorm": (lambda: lt.FSDP2Strategy(mp_policy="fsdp"), {"precision": "bf16-mixed"}),
+        "true": (lambda: "fsdp2", {"precision": "bf16-true"}),
+        "true, BatchNorm": (lambda: "fsdp2", {"precision": "bf16-true"}),
+        "fp16 scaler": (lambda: lt.FSDP2Strategy(), {"plugins": fp16}),
+    }
+    rank, world_size = world()
+    for name, (strategy, options) in cases.items():
+        for label, rank_, size in (("one", 0, 1), ("ours", rank, world_size)):
+            made = {key: value() if callable(value) else value for key, value in options.items()}
+            module = seeded(functools.partial(Dtypes, optimizer="momentum", batchnorm="BatchNorm" in name))
+            run = strategy_trainer(strategy() if label == "ours" else "auto", size, max_epochs=1, **made)
+            run.fit(module, data_of(module, rank_, size))
+            found[f"{name}, {label}"] = {**weights(module), "dtypes": module.dtypes, "losses": module.losses}
+    return found
+
+
+class Dtypes(Net):
+    """Notes the dtypes in which its layers see their weights and their input."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dtypes: dict[str, str] = {}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        block = self.net[0]
+        for name, one in (("linear", block.linear), ("norm", block.norm), ("head", self.net[-1])):
+            one.register_forward_hook(lambda module, args, output, name=name: self.note(name, module, args))
+        self.dtypes["batch"] = str(batch[1].dtype)
+        return super().training_step(batch, batch_idx)
+
+    def note(self, name: str, module: nn.Module, args: Any) -> None:
+        self.dtypes[name] = str(module.weight.dtype)
+        self.dtypes[f"{name} input"] = str(args[0].dtype)
+
+
+# Refusals
+
+
+def refusals(two: bool) -> dict[str, str]:
+    """The errors of what cannot be supported."""
+    rank, world_size = world()
+
+    def error_of(module: pl.LightningModule, strategy: Any = "fsdp2", *callbacks: Any, **options: Any) -> str:
+        try:
+            run = strategy_trainer(strategy, world_size, *callbacks, **options)
+            run.fit(module, data_of(module, rank, world_size))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    tied = models.TiedModule
+    return {
+        "tied": error_of(tied(), lt.FSDP2Strategy(["embedding", "Block"])),
+        "tied by glob": error_of(tied(), lt.FSDP2Strategy(["model.embedding", "Block"])),
+        "nothing matches": error_of(tied(), lt.FSDP2Strategy("encoder.*")),
+        "copies": error_of(Net(), lt.FSDP2Strategy(replicate_size=3)),
+        "groups": error_of(Net(), lt.FSDP2Strategy(reshard_after_forward=3)),
+        "by hand": error_of(ByHand()),
+        "ddp inside": error_of(Wrapped()),
+        "double": error_of(Net(), "fsdp2", precision="64-true"),
+        "double plugin": error_of(Net(), lt.FSDP2Strategy(), plugins=pl.plugins.DoublePrecision()),
+        "ema": error_of(Net(), "fsdp2", EMAWeightAveraging()),
+        "own parameter": error_of(OwnParameter()),
+        "early optimizer": error_of(EarlyOptimizer()),
+        "muon": error_of(WithOptimizer("Muon")),
+        "lbfgs": error_of(WithOptimizer("LBFGS")),
+        "lbfgs zero1": error_of(WithOptimizer("LBFGS"), "zero1"),
+        "fused sgd": error_of(Net(optimizer="momentum", fused=True)),
+        "no reset": error_of(NoReset(on_meta=True)),
+        "policy": error_of(Net(), lt.FSDP2Strategy(mp_policy="fsdp")),
+        "no file": error_of(Net(), lt.FSDP2Strategy(weights="nowhere.pt")),
+        "other mesh": error_of(already_trained(), lt.FSDP2Strategy(replicate_size=2)),
+    }
+
+
+class ByHand(Net):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class Wrapped(Net):
+    def configure_model(self) -> None:
+        self.net = nn.parallel.DistributedDataParallel(self.net)
+
+
+class OwnParameter(ManualNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+class EarlyOptimizer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.early
+
+
+class WithOptimizer(Net):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        return getattr(torch.optim, self.name)(matrices if self.name == "Muon" else self.parameters(), lr=0.01)
+
+
+def already_trained() -> Net:
+    rank, world_size = world()
+    module = Net()
+    strategy_trainer("fsdp2", world_size, max_epochs=1).fit(module, data_of(module, rank, world_size))
+    return module

@@ -1,0 +1,124 @@
+"""What users of a strategy do besides plain training."""
+
+import pytest
+import torch
+
+import lightning_tricks as lt
+from tests import behaviour_cases as cases
+from tests.models import assert_same
+
+all_strategies = pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero1"])
+
+
+@all_strategies
+def test_manual_optimization_and_several_optimizers(strategy: str, two_processes) -> None:
+    two_processes.run(cases.manual_optimization, strategy)
+
+
+def test_micro_batches_without_a_loss(one_process) -> None:
+    one_process.run(cases.no_loss_on_one_rank)
+
+
+@all_strategies
+def test_evaluation_before_between_and_after_fits(strategy: str, two_processes) -> None:
+    two_processes.run(cases.evaluation, strategy)
+
+
+def test_nothing_runs_under_inference_mode(two_processes) -> None:
+    two_processes.run(cases.inference_mode_before_fit)
+
+
+@all_strategies
+def test_weights_may_change_between_forwards(strategy: str, two_processes) -> None:
+    two_processes.run(cases.weights_that_change_between_forwards, strategy)
+
+
+@all_strategies
+def test_case_27_an_average_of_shards_is_that_of_the_weights(strategy: str, two_processes) -> None:
+    two_processes.run(cases.case_27_average, strategy)
+
+
+@all_strategies
+def test_logged_shards_and_metrics_are_global(strategy: str, two_processes) -> None:
+    two_processes.run(cases.logging_of_shards, strategy)
+
+
+def test_case_23_a_module_without_configure_model_trains(two_processes) -> None:
+    assert "configure_model" not in vars(cases.Net)
+    two_processes.run(cases.check, cases.Net)
+
+
+def test_case_25_ranks_seeded_differently_become_equal(four_processes) -> None:
+    ranks = four_processes.run(cases.differently_seeded, lt.FSDP2Strategy(replicate_size=2))
+    for rank in ranks:
+        assert_same(rank, ranks[0])
+
+
+def test_case_25_on_two_ranks_it_is_rank_0s_run(two_processes) -> None:
+    for strategy in ("fsdp2", "zero1"):
+        ranks = two_processes.run(cases.differently_seeded, strategy)
+        want = cases.differently_seeded("one process")
+        for rank in ranks:
+            assert_same(rank, want, rtol=0, atol=1e-6)
+
+
+def test_a_model_on_meta_gets_the_weights_of_one_process(two_processes) -> None:
+    two_processes.run(cases.meta_initialization)
+
+
+def test_an_empty_module_is_filled(two_processes) -> None:
+    two_processes.run(cases.empty_init)
+
+
+def test_weights_come_straight_from_a_file(two_processes, tmp_path) -> None:
+    two_processes.run(cases.weights_from_a_file, str(tmp_path / "weights.pt"))
+
+
+def test_precisions(two_processes) -> None:
+    found = two_processes.run(cases.precisions)[0]
+    for name in ("autocast", "autocast by name", "fp16 scaler", "policy", "true"):
+        one, ours = found[f"{name}, one"], found[f"{name}, ours"]
+        difference = max(float((ours[key] - one[key]).abs().max()) for key in ours if key.startswith("net."))
+        assert difference < 2e-2  # of weights up to 0.5, after 10 steps in 8 or 11 bits
+        if name not in ("policy", "true"):
+            assert ours["dtypes"] == one["dtypes"]
+    for name, batch in (("policy, BatchNorm", "float32"), ("true, BatchNorm", "bfloat16")):
+        dtypes = found[f"{name}, ours"]["dtypes"]
+        assert dtypes["linear"] == dtypes["linear input"] == dtypes["head"] == "torch.bfloat16"
+        assert dtypes["norm"] == "torch.float32"
+        assert dtypes["batch"] == f"torch.{batch}"  # of the targets
+        assert found[f"{name}, ours"]["net.0.norm.running_mean"].dtype == torch.float32
+    assert found["true, ours"]["net.0.linear.weight"].dtype == torch.bfloat16
+    assert found["policy, ours"]["net.0.linear.weight"].dtype == torch.float32
+
+
+EXPECTED = {
+    "tied": "ValueError: found no 'embedding' in TiedModule; .*Block",
+    "tied by glob": r"ValueError: .*model.embedding \(unit model.embedding\) and model.head \(unit root\)",
+    "nothing matches": r"ValueError: found no 'encoder.\*' in TiedModule; .*Tied \(1\).*Block \(3\)",
+    "copies": r"ValueError: .*3 x 0.67 = 2: `replicate_size` must divide 2",
+    "groups": r"ValueError: .*got 3 for 2 = world size 2 / replicate size 1",
+    "by hand": r"MisconfigurationException: .*already \(fully_shard\)",
+    "ddp inside": r"MisconfigurationException: .*already \(DistributedDataParallel\)",
+    "double": r"MisconfigurationException: .*64-true.*parameters x 8 bytes = 2184 bytes",
+    "double plugin": r"MisconfigurationException: .*64-true",
+    "ema": r"MisconfigurationException: .*PL#21414.*EMAWeightAveraging",
+    "own parameter": r"ValueError: .*got scale, which belongs to OwnParameter itself",
+    "early optimizer": r"ValueError: expected SGD to hold the sharded module's parameters, got 14 others",
+    "muon": r"ValueError: .*torch's Muon.*zero1",
+    "lbfgs": r"ValueError: .*torch's LBFGS.*ddp",
+    "lbfgs zero1": r"ValueError: .*got LBFGS.*ddp",
+    "fused sgd": r"ValueError: expected SGD without fused=True",
+    "no reset": r"ValueError: .*got none for net.4.scale: no reset_parameters of Scale is there to fill it",
+    "policy": r"ValueError: expected precision=\"bf16-mixed\".*got '32-true'",
+    "no file": r"FileNotFoundError: .*nowhere.pt",
+    "other mesh": r"ValueError: expected a module that was sharded over",
+}
+
+
+def test_what_cannot_be_right_is_refused_at_the_start(two_processes) -> None:
+    for found in two_processes.run(cases.refusals, True):
+        assert found.keys() == EXPECTED.keys()
+        for name, words in EXPECTED.items():
+            with pytest.raises(ValueError, match=f"(?s){words}"):
+                raise ValueError(found[name])
