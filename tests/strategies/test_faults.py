@@ -1,0 +1,71 @@
+"""Ranks and jobs that die: what is lost is time."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import Job, seconds
+from tests.models import assert_same
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return finish(tmp_path_factory.mktemp("undisturbed"))
+
+
+def finish(folder: Path, **options) -> dict[str, torch.Tensor]:
+    """Let a job run to its end and return the weights."""
+    job = Job(folder, **options)
+    codes = job.join()
+    assert codes == [0, 0], [path.read_text() for path in folder.glob("error-*")]
+    return torch.load(folder / "final.pt", weights_only=True)
+
+
+def test_a_job_killed_at_ten_random_moments_ends_with_the_same_weights(undisturbed, tmp_path: Path) -> None:
+    moments = random.Random(0)
+    formats = ["fsdp2 folder", "fsdp2 file", "fsdp2 async folder"]
+    for attempt in range(10):
+        job = Job(tmp_path, strategy=formats[attempt % 3])
+        job.wait_for_training()
+        time.sleep(moments.uniform(0.0, 0.3))
+        job.kill()
+    assert not (tmp_path / "final.pt").exists()
+    assert_same(finish(tmp_path), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "die"),
+    [
+        ("fsdp2 folder", "before it is published"),
+        ("fsdp2 folder", "between the renames"),
+        ("fsdp2 async folder", "between the renames"),
+        ("fsdp2 file", "before it is published"),
+    ],
+)
+def test_a_kill_inside_of_a_save_loses_nothing(undisturbed, strategy: str, die: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, strategy=strategy, die=die)
+    job.ranks[0].join(60)
+    assert job.ranks[0].exitcode == -9
+    job.kill()
+    assert_same(finish(tmp_path, strategy=strategy), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [("fsdp2 folder", "end_at"), ("fsdp2 folder", "hang_at"), ("zero1", "end_at")]
+)
+def test_a_rank_that_dies_ends_the_others_with_a_clear_error(undisturbed, strategy, fault: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, strategy=strategy, timeout=seconds(4), **{fault: 17})
+    job.ranks[0].join(60)
+    assert job.ranks[0].exitcode == 1
+    job.kill()
+    error = (tmp_path / "error-0").read_text()
+    assert "Rank 0 lost contact with another rank, which has ended or hangs" in error
+    assert "The last complete checkpoint resumes" in error
+    resumed = finish(tmp_path, strategy=strategy)
+    if strategy != "zero1":
+        assert_same(resumed, undisturbed)
+    else:
+        assert_same(resumed, undisturbed, rtol=0, atol=1e-6)

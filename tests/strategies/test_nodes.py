@@ -1,0 +1,38 @@
+"""Several nodes, by torchrun on loopback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.models import assert_same
+from tests.pool import _free_port
+from tests.strategy_cases import expected
+
+
+def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
+    port, file = _free_port(), tmp_path / "weights.pt"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+        "--master-addr=127.0.0.1", f"--master-port={port}",
+    ]  # fmt: skip
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", "-m", "tests.two_nodes", "hsdp", str(file)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.DEVNULL,
+            stderr=(tmp_path / f"{rank}.txt").open("w"),
+        )
+        for rank in range(2)
+    ]
+    try:
+        codes = [node.wait(120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert codes == [0, 0], (tmp_path / "0.txt").read_text()[-3000:]
+    saved = torch.load(file, weights_only=True)
+    assert saved["world"] == 4
+    assert "replicate=2, data_parallel=2" in saved["mesh"]
+    assert_same(saved["weights"], expected("tied", "momentum"), rtol=0, atol=1e-6)
