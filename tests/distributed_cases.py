@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lightning_tricks as lt
 from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
-from tests.models import ManualNet, Net, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
+from tests.models import Net, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
 from tests.models import trainer as quiet_trainer
 
 
@@ -81,9 +81,7 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
 # How the runs of the contract differ under a strategy. fp16 begins with a scale that overflows.
 STRATEGY_MODES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "fp32": (Net, {}),
-    "bf16": (Net, {"precision": "bf16-mixed"}),
     "fp16 accumulation 3": (Net, {"accumulate_grad_batches": 3, "plugins": lambda: fp16(2.0**18)}),
-    "manual": (ManualNet, {}),
     "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: fp16(2.0**18)}),
 }
 

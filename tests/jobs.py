@@ -1,6 +1,5 @@
 """Jobs of two ranks that are killed: each rank a process of its own, forked from one that has imported everything."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -8,22 +7,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.pool import _free_port
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.jobs_worker"])
+from tests.jobs_worker import work
+from tests.pool import CONTEXT, free_port
 
 
 class Job:
     """Two ranks that train with checkpoints and resume from the last one."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        from tests.jobs_worker import work
-
         self.folder = folder
         self.started = folder / "started"
         self.started.unlink(missing_ok=True)
-        port = _free_port()
+        port = free_port()
         self.ranks = [CONTEXT.Process(target=work, args=(rank, port, str(folder), options)) for rank in range(2)]
         for rank in self.ranks:
             rank.start()

@@ -12,6 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
+
 
 class ProcessPool:
     def __init__(self, world_size: int) -> None:
@@ -48,17 +51,16 @@ class ProcessPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.world_size, port, theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(rank, self.world_size, port, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]

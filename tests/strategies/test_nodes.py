@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from tests.models import assert_same
-from tests.pool import _free_port
+from tests.pool import free_port
 from tests.strategy_cases import expected
 
 
 def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
-    port, file = _free_port(), tmp_path / "weights.pt"
+    port, file = free_port(), tmp_path / "weights.pt"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
         "--master-addr=127.0.0.1", f"--master-port={port}",
