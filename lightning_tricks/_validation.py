@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
-__all__ = ["check_choice", "check_indices", "check_int", "check_number", "refuse_missing_optimizers"]
+__all__ = ["check_choice", "check_indices", "check_int", "check_number", "check_timeout", "refuse_missing_optimizers"]
 
 
 def check_number(
@@ -68,6 +69,21 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"expected `{name}` to be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise TypeError unless `timeout` is a timedelta or None.
+
+    Args:
+        timeout: what the user passed.
+
+    Example:
+        >>> check_timeout(30)
+        Traceback (most recent call last):
+        TypeError: expected `timeout` to be a timedelta or None, got 30
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"expected `timeout` to be a timedelta or None, got {timeout!r}")
 
 
 def check_indices(name: str, indices: object) -> frozenset[int]:

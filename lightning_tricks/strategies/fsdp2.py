@@ -27,7 +27,7 @@ from lightning_tricks._lightning import (
     torch_optimizer,
     turn_off_inference_mode,
 )
-from lightning_tricks._validation import check_choice, check_int
+from lightning_tricks._validation import check_choice, check_int, check_timeout
 from lightning_tricks.distributed.faults import explain_
 from lightning_tricks.distributed.full_state import (
     gather_state_dict,
@@ -124,6 +124,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         weights: str | Path | None = None,
     ) -> None:
+        check_timeout(timeout)
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, timeout=timeout)
         self.policy = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy(policy)
         if replicate_size != "num_nodes":

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks._checkpoint_io import AtomicCheckpointIO
 from lightning_tricks._lightning import DEFAULT_TIMEOUT, torch_optimizer
+from lightning_tricks._validation import check_timeout
 from lightning_tricks.distributed.faults import explain_
 from lightning_tricks.distributed.zero_optimizer import (
     gather_optimizer_state,
@@ -56,6 +57,7 @@ class ZeRO1Strategy(DDPStrategy):
         static_graph: bool = False,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
+        check_timeout(timeout)
         super().__init__(
             timeout=timeout,
             find_unused_parameters=find_unused_parameters,
