@@ -487,3 +487,9 @@ def already_trained() -> Net:
     module = Net()
     strategy_trainer("fsdp2", world_size, max_epochs=1).fit(module, data_of(module, rank, world_size))
     return module
+
+
+def the_check_for_gpus() -> list[tuple[str, str, bool]]:
+    from tests.benchmarks.gpu_check import run
+
+    return run("cpu")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks as lt
+from tests.benchmarks.sharding import accumulated_step_time, bytes_of_ranks, collectives, step_time
 from tests.benchmarks.side_by_side import Result, Run, Stack, milliseconds, seconds_per_step
 
 WIDTH, DEPTH, BATCH = 160, 12, 1050  # a step of about 20 ms on one core
@@ -77,6 +78,12 @@ BENCHMARKS = (
     Benchmark("clipping, loss-scale monitor and schedule against none, on a step of 20 ms", three_callbacks),
     Benchmark("`grad/norm` against Lightning's `self.log_dict(grad_norm(self, 2))`, 200 tensors", norm_logging),
     Benchmark("a step with `ActivationCheckpointing` against none (it recomputes)", checkpointing),
+    Benchmark(
+        "`fsdp2`, `zero2`, `zero1`: parameters / gradients / optimizer state of a rank against DDP's", bytes_of_ranks
+    ),
+    Benchmark("collectives of a step, `fsdp2` and `zero2`", collectives),
+    Benchmark("a step with `fsdp2` against stock `ModelParallelStrategy` with `fully_shard` by hand", step_time),
+    Benchmark("the same, a batch of windows of 4", accumulated_step_time),
 )
 
 

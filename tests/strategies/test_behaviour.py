@@ -122,3 +122,9 @@ def test_what_cannot_be_right_is_refused_at_the_start(two_processes) -> None:
         for name, words in EXPECTED.items():
             with pytest.raises(ValueError, match=f"(?s){words}"):
                 raise ValueError(found[name])
+
+
+def test_the_check_for_gpus_is_sound(one_process) -> None:
+    (rows,) = one_process.run(cases.the_check_for_gpus)
+    assert len(rows) >= 8
+    assert all(holds for *_, holds in rows), rows
