@@ -11,6 +11,7 @@ from rich.table import Table
 import lightning_tricks
 from lightning_tricks.composition import Trick
 from lightning_tricks.distributed.sharded_checkpoint import consolidate
+from lightning_tricks.strategies import PRESETS
 
 
 def public_tricks() -> list[type[Trick]]:
@@ -25,6 +26,12 @@ def table_in_markdown() -> str:
     return "\n".join(["| callback | what it buys | what it costs |", "| --- | --- | --- |", *rows])
 
 
+def strategies_in_markdown() -> str:
+    """Return the table of strategy strings as it stands in the README."""
+    rows = [f"| `{one.name}` | {one.description} | `{one.use}` |" for one in PRESETS if isinstance(one.strategy, type)]
+    return "\n".join(["| string | what it does | the same by class |", "| --- | --- | --- |", *rows])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -33,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m lightning_tricks", description=lightning_tricks.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="the tricks, what each buys and what it costs")
+    listing = commands.add_parser("list", help="the tricks and strategies, what each buys and costs")
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
     consolidating = commands.add_parser("consolidate", help="a distributed checkpoint as one ordinary file")
     consolidating.add_argument("folder", type=Path, metavar="DIR", help="the folder that FSDP2Strategy saved")
@@ -49,10 +56,17 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(f"{error}\n\nIf you trust where the folder comes from, add --trusted.")
     elif options.markdown:
         print(table_in_markdown())
+        print()
+        print(strategies_in_markdown())
     else:
         table = Table("callback", "what it buys", "what it costs")
         for trick in public_tricks():
             table.add_row(trick.__name__, trick.buys, trick.costs)
+        Console().print(table)
+        table = Table("strategy", "what it does", "the same by class")
+        for preset in PRESETS:
+            if isinstance(preset.strategy, type):
+                table.add_row(preset.name, preset.description, preset.use.removeprefix("lightning_tricks."))
         Console().print(table)
 
 

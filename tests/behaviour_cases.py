@@ -1,21 +1,28 @@
 """What the tests of the strategies' behaviour run on each rank."""
 
 import functools
+import os
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from tests import strategy_models as models
 from tests.checkpoint_cases import world
-from tests.models import ManualNet, Net, TwoOptimizers, assert_same, fp16, seeded, weights
+from tests.models import ManualNet, Net, TwoOptimizers, assert_same, dataset, fp16, seeded, weights
 from tests.strategy_cases import data_of, strategy_trainer
 
 
@@ -442,6 +449,8 @@ def refusals(two: bool) -> dict[str, str]:
         "policy": error_of(Net(), lt.FSDP2Strategy(mp_policy="fsdp")),
         "no file": error_of(Net(), lt.FSDP2Strategy(weights="nowhere.pt")),
         "other mesh": error_of(already_trained(), lt.FSDP2Strategy(replicate_size=2)),
+        "other settings": error_of(already_trained(), "zero2"),
+        "built anew": error_of(already_trained(BuildsAnew)),
     }
 
 
@@ -482,9 +491,14 @@ class WithOptimizer(Net):
         return getattr(torch.optim, self.name)(matrices if self.name == "Muon" else self.parameters(), lr=0.01)
 
 
-def already_trained() -> Net:
+class BuildsAnew(Net):
+    def configure_model(self) -> None:
+        self.net = Net().net
+
+
+def already_trained(kind: type[Net] = Net) -> Net:
     rank, world_size = world()
-    module = Net()
+    module = kind()
     strategy_trainer("fsdp2", world_size, max_epochs=1).fit(module, data_of(module, rank, world_size))
     return module
 
@@ -493,3 +507,128 @@ def the_check_for_gpus() -> list[tuple[str, str, bool]]:
     from tests.benchmarks.gpu_check import run
 
     return run("cpu")
+
+
+def run_code(code: str, folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {"module": Net(), "data": DataLoader(dataset(), batch_size=4)})
+
+
+class CompiledBlocks(Net):
+    """Its blocks are compiled one by one, as torchtitan does, in place or wrapped."""
+
+    def __init__(self, wrapped: bool) -> None:
+        super().__init__(optimizer="momentum")
+        self.wrapped = wrapped
+
+    def configure_model(self) -> None:
+        for index, block in enumerate(self.net[:-1]):
+            if self.wrapped:
+                self.net[index] = torch.compile(block, backend="eager")
+            else:
+                block.compile(backend="eager")
+
+
+def compiled(strategy: str) -> None:
+    for wrapped in (False, True):
+        check(functools.partial(CompiledBlocks, wrapped), strategy)
+
+
+class Mask(Net):
+    """Buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("positions", torch.arange(3, dtype=torch.int32))
+        self.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
+        self.net[0].linear.weight.data = self.net[0].linear.weight.data.t()  # not contiguous
+
+
+def unusual_tensors(strategy: str) -> None:
+    check(Mask, strategy)
+
+
+def from_yaml(folder: str) -> str:
+    rank, _ = world()
+    config = {
+        "trainer": {
+            "strategy": {
+                "class_path": "lightning_tricks.FSDP2Strategy",
+                "init_args": {
+                    "policy": {"class_path": "lightning_tricks.ShardingPolicy", "init_args": {"units": "net.1"}},
+                    "reshard_after_forward": False,
+                },
+            },
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
+    }
+    path = Path(folder) / f"{rank}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    cli = LightningCLI(WithData, args=["--config", str(path)], run=False, save_config_callback=None)
+    cli.trainer.fit(cli.model)
+    return str(cli.trainer.strategy.plan)
+
+
+class WithData(Net):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(dataset(), batch_size=4)
+
+
+class Wide(OnMeta):
+    """96 MB in 24 blocks."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta") if self.on_meta else torch.device("cpu"):
+                self.net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(24)))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass  # the weights are loaded by now
+
+
+def write_wide(path: str) -> None:
+    module = Wide(on_meta=False)
+    module.configure_model()
+    torch.save(module.state_dict(), path)
+
+
+def memory_of_loading(path: str) -> float:
+    """The most memory of its own that a rank takes while it reads weights from a file, as a share of the model's."""
+    rank, world_size = world()
+    module = Wide(on_meta=True)
+    run = strategy_trainer(lt.FSDP2Strategy(weights=path), world_size)
+    with Memory() as memory:
+        run.validate(module, data_of(module, rank, world_size), verbose=False)
+    return memory.grown / (24 * 1024 * 1024 * 4)
+
+
+class Memory:
+    """Samples what is resident and not mapped from a file."""
+
+    def __enter__(self) -> "Memory":
+        self.before, self.grown, self.runs = self.anonymous(), 0, True
+        self.thread = threading.Thread(target=self.sample)
+        self.thread.start()
+        return self
+
+    def sample(self) -> None:
+        while self.runs:
+            self.grown = max(self.grown, self.anonymous() - self.before)
+            time.sleep(0.0005)
+
+    def anonymous(self) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+    def __exit__(self, *args: Any) -> None:
+        self.runs = False
+        self.thread.join()

@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import torch
 
 import lightning_tricks as lt
-from lightning_tricks.__main__ import main, table_in_markdown
+from lightning_tricks.__main__ import main, strategies_in_markdown, table_in_markdown
+from tests.behaviour_cases import run_code
 from tests.models import Net, loader
 
 ROOT = Path(__file__).parent.parent
@@ -18,22 +19,39 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def is_distributed(code: str) -> bool:
+    return "devices=2" in code
+
+
 def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
     """In the order in which it stands there, as a reader would type it; the reader brings the module and the data."""
     monkeypatch.chdir(tmp_path)
     names = {"module": Net(), "data": loader(), "torch": torch}
-    python = blocks("python")
-    assert len(python) == 3
+    python = [code for code in blocks("python") if not is_distributed(code)]
+    assert len(python) == 4
     for code in python:
         exec(compile(code, "README.md", "exec"), names)
     assert lt.step_ledger(names["trainer"])[0].applied == 7
-    assert "7 0 0 0 applied" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "7 0 0 0 applied" in printed
+    assert "net.0-2  3 x 88      3 x 176" in printed
     assert len([line for line in python[0].splitlines() if line]) <= 12
 
     noisy = names["GradientNoise"](0.1)
     run = pl.Trainer(callbacks=[noisy, lt.GradientNormClipping()], max_epochs=1, accelerator="cpu", log_every_n_steps=1)
     run.fit(Net(), loader())
     assert float(run.callback_metrics["noise/scale"]) == torch.tensor(0.1)
+
+
+def test_distributed_code_runs(two_processes, tmp_path) -> None:
+    (code,) = filter(is_distributed, blocks("python"))
+    two_processes.run(run_code, code, str(tmp_path))
+    Net().load_state_dict(torch.load(tmp_path / "model.ckpt", weights_only=True)["state_dict"])
+
+
+def test_table_of_strategies_is_the_codes() -> None:
+    between = README.split("<!-- strategies: python -m lightning_tricks list --markdown -->")[1]
+    assert between.split("<!-- /strategies -->")[0].strip() == strategies_in_markdown()
 
 
 def test_two_commands_do_all_the_set_up() -> None:
@@ -58,9 +76,11 @@ def test_table_of_tricks_is_the_codes() -> None:
 
 def test_command_line_prints_the_table(capsys) -> None:
     main(["list", "--markdown"])
-    assert capsys.readouterr().out.strip() == table_in_markdown()
+    assert capsys.readouterr().out.strip() == f"{table_in_markdown()}\n\n{strategies_in_markdown()}"
     main(["list"])
-    assert "GradientNormClipping" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "GradientNormClipping" in printed
+    assert "fsdp2_offload" in printed
 
 
 def test_the_tests_that_it_names_exist() -> None:

@@ -66,8 +66,12 @@ def load_full_state_(module: nn.Module, state: Mapping[str, Any], *, strict: boo
         RuntimeError: as `torch.nn.Module.load_state_dict` does, for keys and shapes.
     """
     own = module.state_dict()
-    parts = {key: _like(value, own.get(key)) for key, value in state.items()}
-    module.load_state_dict(parts, strict=strict)
+    loaded = dict(state)
+    for key, value in state.items():
+        part = _like(value, own.get(key))
+        if isinstance(part, DTensor):  # one after another: all parts at once would be a second copy of the shards
+            loaded[key] = own[key].copy_(part)
+    module.load_state_dict(loaded, strict=strict)
 
 
 def load_full_optimizer_state_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

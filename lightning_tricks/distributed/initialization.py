@@ -10,6 +10,7 @@ with memory, from the same random state. No rank holds more than one unit beside
 **Cost**: one broadcast a tensor, once. Memory: one unit.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 import torch
@@ -43,30 +44,32 @@ def broadcast_from_first_rank_(tensors: Iterable[Tensor], device: torch.device) 
     """
     for tensor in tensors:
         with torch.no_grad():
-            sent = tensor.detach().to(device).contiguous()
-            dist.broadcast(sent, src=0)
-            tensor.data = sent.view_as(tensor) if tensor.is_contiguous() else tensor.to(device).copy_(sent)
+            tensor.data = tensor.detach().to(device).contiguous()  # neither a broadcast nor FSDP2 takes others
+            dist.broadcast(tensor.detach(), src=0)
 
 
 class Materializer:
     """Gives the modules of a meta-device model memory and values, one module at a time.
 
     Args:
+        model: all of it, to see which of its modules share parameters.
         device: where the memory is to be.
         provided: names of parameters and buffers whose values come from elsewhere later, so that no reset need fill
             them.
 
     Example:
         >>> linear = nn.Linear(2, 2, device="meta")
-        >>> Materializer(torch.device("cpu")).fill_("", linear)
+        >>> Materializer(linear, torch.device("cpu")).fill_("", linear)
         >>> linear.weight.device.type
         'cpu'
     """
 
-    def __init__(self, device: torch.device, provided: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, provided: Collection[str] = ()) -> None:
         self.device = device
         self.provided = provided
-        self._tied: dict[int, Tensor] = {}  # by the id of what they were on meta
+        holders = Counter(id(one) for part in model.modules() for one in part.parameters(recurse=False))
+        # By the id of what they were on meta. Of these alone: holding on to others would keep what is sharded.
+        self._shared: dict[int, Tensor | None] = {key: None for key, count in holders.items() if count > 1}
 
     def fill_(self, name: str, module: nn.Module) -> None:
         """Fill the parameters and buffers that the module itself holds, by its ``reset_parameters``.
@@ -102,9 +105,12 @@ class Materializer:
                 "(`FSDP2Strategy(weights=...)`)"
             )
         for key, meta in before.items():
-            first = self._tied.setdefault(id(meta), own[key])
-            if first is not own[key]:
-                setattr(module, key, first)
+            if id(meta) in self._shared:
+                first = self._shared[id(meta)]
+                if first is None:
+                    self._shared[id(meta)] = own[key]
+                else:
+                    setattr(module, key, first)
 
 
 def _mark(tensor: Tensor) -> None:

@@ -39,14 +39,15 @@ from lightning_tricks.functional.blocks import inner_first
 
 __all__ = [
     "ForwardMethods",
+    "Sharding",
     "apply_forward_methods",
     "broadcast_running_statistics_",
-    "mesh_of",
     "move_unsharded_",
     "refuse_optimizer",
     "reshard_",
     "shard_",
     "sharded_by",
+    "sharding_of",
     "without_gradient_sync",
 ]
 
@@ -63,8 +64,25 @@ class _Replicated:
             parameter.grad.div_(dist.get_world_size())
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a module was sharded.
+
+    Args:
+        mesh: over which ranks.
+        settings: what else a second run must not change.
+        kept: names of the parameters that each rank keeps whole.
+        replicated: averages the gradients of those that are trained.
+    """
+
+    mesh: DeviceMesh
+    settings: object
+    kept: frozenset[str]
+    replicated: _Replicated
+
+
 # What was sharded here, so that a second run can tell it from what the user sharded.
-_SHARDED: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, _Replicated]] = WeakKeyDictionary()
+_SHARDED: WeakKeyDictionary[nn.Module, Sharding] = WeakKeyDictionary()
 
 
 def shard_(
@@ -76,6 +94,7 @@ def shard_(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     provided: Collection[str] = (),
+    settings: object = None,
 ) -> None:
     """Fill, synchronise and shard a model unit by unit. A collective: on every rank, with the same plan.
 
@@ -88,6 +107,7 @@ def shard_(
         mp_policy: the dtypes in which parameters are gathered and gradients reduced; None leaves them as they are.
         offload_policy: whether shards live on the CPU; None leaves them on the mesh's device.
         provided: names of tensors that are loaded later, so that meta-device modules need not fill them.
+        settings: kept for `sharding_of`.
 
     Raises:
         ValueError: the module is sharded already; a tensor on meta is filled by nothing.
@@ -95,8 +115,8 @@ def shard_(
     if sharded_by(module) is not None:
         raise ValueError(f"expected a module that is not sharded yet, got one sharded by {sharded_by(module)}")
     device = _device_of(mesh)
-    kept_names = {*plan.ignored, *plan.replicated}
-    materializer = Materializer(device, provided)
+    kept_names = frozenset((*plan.ignored, *plan.replicated))
+    materializer = Materializer(module, device, provided)
     units = {unit.module: unit for unit in plan.units}
     done: set[int] = set()
     for name, one in inner_first(module):
@@ -125,7 +145,7 @@ def shard_(
     for name, parameter in module.named_parameters():
         if name in plan.replicated and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(replicated.average)  # type: ignore[no-untyped-call]
-    _SHARDED[module] = mesh, replicated
+    _SHARDED[module] = Sharding(mesh, settings, kept_names, replicated)
 
 
 def sharded_by(module: nn.Module) -> str | None:
@@ -146,13 +166,24 @@ def sharded_by(module: nn.Module) -> str | None:
     return "DTensor" if any(isinstance(parameter, DTensor) for parameter in module.parameters()) else None
 
 
-def mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """The mesh that `shard_` sharded this module over; None if it did not.
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """How `shard_` sharded this module; None if it did not.
 
     Args:
         module: the model.
+
+    Raises:
+        ValueError: parts of the module were built anew since.
     """
-    return _SHARDED[module][0] if module in _SHARDED else None
+    sharding = _SHARDED.get(module)
+    if sharding is not None:
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor) and name not in sharding.kept:
+                raise ValueError(
+                    f"expected the module as an earlier run sharded it, got {name} that is not sharded: it was built "
+                    "anew since. Let configure_model return at once where the layers exist already"
+                )
+    return sharding
 
 
 def move_unsharded_(module: nn.Module, device: torch.device) -> None:
@@ -280,7 +311,7 @@ def _synchronize(module: nn.Module, synchronizes: bool) -> None:
     for unit in _units(module):
         unit.set_requires_gradient_sync(synchronizes, recurse=False)
     if module in _SHARDED:
-        _SHARDED[module][1].synchronizes = synchronizes
+        _SHARDED[module].replicated.synchronizes = synchronizes
 
 
 @functools.cache

@@ -48,12 +48,12 @@ from lightning_tricks.distributed.sharded_checkpoint import (
 from lightning_tricks.distributed.sharding import (
     apply_forward_methods,
     broadcast_running_statistics_,
-    mesh_of,
     move_unsharded_,
     refuse_optimizer,
     reshard_,
     shard_,
     sharded_by,
+    sharding_of,
     without_gradient_sync,
 )
 from lightning_tricks.distributed.weights import FileWeights, FolderWeights
@@ -147,6 +147,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.plan: ShardingPlan | None = None
         self._undo: list[Removable] = []
         self._pending: FileWeights | FolderWeights | None = None
+        self._runs = False
         self._folder: Path | None = None
         self._folders = CheckpointFolders(asynchronous=async_checkpoint)
 
@@ -170,17 +171,20 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self._module
-        if mesh_of(module) is None:
-            self._refuse_unsupported(trainer)
+        self._refuse_unsupported(trainer)
+        sharding = sharding_of(module)
+        if sharding is None:
             self._shard(module)
-        elif mesh_of(module) != self.device_mesh:
+        elif (sharding.mesh, sharding.settings) != (self.device_mesh, self._settings):
             raise ValueError(
-                f"expected a module that was sharded over {self.device_mesh}, got one that an earlier run sharded over "
-                f"{mesh_of(module)}. Build the module anew and load its weights from a checkpoint"
+                f"expected a module that was sharded over {self.device_mesh} with {self._settings}, got one that an "
+                f"earlier run sharded over {sharding.mesh} with {sharding.settings}. Build the module anew and load "
+                "its weights from a checkpoint"
             )
         if self._pending is not None:
             self._pending.load_(module)
             self._pending = None
+        self._runs = True
         turn_off_inference_mode(trainer)
         self._undo.append(apply_forward_methods(module, _STEPS))
         self._undo.append(patch_(module, "log", functools.partial(_log_whole, module.log)))
@@ -215,7 +219,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"(PL#21414), got {', '.join(copying)}. Drop it"
             )
         how = sharded_by(module)
-        if how is not None:
+        if how is not None and sharding_of(module) is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} shards the module by itself: expected a plain one, got one that is sharded "
                 f"already ({how}), by configure_model or before fit. Drop that, or use Lightning's "
@@ -246,6 +250,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             mp_policy=mp_policy,
             offload_policy=CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu") if self.cpu_offload else None,
             provided=() if self._pending is None else self._pending.names(),
+            settings=self._settings,
         )
         move_unsharded_(module, self.root_device)
         rank_zero_info(f"{type(self).__name__} shards\n{self.plan}")
@@ -254,6 +259,12 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{type(self).__name__} found no repeated blocks in {type(module).__name__}: it is one unit, whose "
                 "parameters are all gathered at once. Name what to gather apart by `policy`"
             )
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a module keeps from the run that sharded it."""
+        names = ("policy", "reshard_after_forward", "mp_policy", "cpu_offload")
+        return {name: getattr(self, name) for name in names}
 
     def _refuse_group_size(self) -> None:
         shard_size, size = self.device_mesh[SHARD].size(), self.reshard_after_forward
@@ -316,6 +327,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def teardown(self) -> None:
         while self._undo:
             self._undo.pop().remove()
+        self._runs = False
         self._folders.wait()
         super().teardown()
 
@@ -370,6 +382,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             return
         state_dict, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         self._folders.save(Path(filepath), state_dict, optimizer_states, checkpoint)
+        if not self._runs:  # nothing is left to go on with meanwhile
+            self._folders.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -387,7 +401,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         weights = FolderWeights(self._folder, strict) if self._folder else FileWeights(checkpoint["state_dict"], strict)
-        if mesh_of(self._module) is None:
+        if sharding_of(self._module) is None:
             self._pending = weights
         else:
             weights.load_(self._module)

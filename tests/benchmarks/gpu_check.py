@@ -115,7 +115,6 @@ def run(accelerator: str) -> list[tuple[str, str, bool]]:
         fitted.save_checkpoint(path)
         module = Net(*check.size)
         again = trainer(accelerator=accelerator, strategy=lt.FSDP2Strategy(), max_epochs=1)
-        fitted.strategy.teardown()
         again.validate(
             module, DataLoader(torch.randn(1, 4, check.size[0]), batch_size=None), ckpt_path=path, verbose=False
         )

@@ -33,7 +33,7 @@ def build() -> nn.Module:
 def filled(provided: tuple[str, ...] = ()) -> nn.Module:
     with torch.device("meta"):
         model = build()
-    materializer = Materializer(torch.device("cpu"), provided)
+    materializer = Materializer(model, torch.device("cpu"), provided)
     for name, one in inner_first(model):
         materializer.fill_(name, one)
     return model
@@ -55,7 +55,7 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_frozen_parameters_stay_frozen() -> None:
     linear = nn.Linear(2, 2, device="meta").requires_grad_(False)
-    Materializer(torch.device("cpu")).fill_("", linear)
+    Materializer(linear, torch.device("cpu")).fill_("", linear)
     assert not linear.weight.requires_grad
 
 
@@ -77,7 +77,11 @@ def test_what_no_reset_fills_is_an_error(provided, missing: str) -> None:
     with torch.device("meta"):
         module = HalfFilled()
     with pytest.raises(ValueError, match=f"got none for {missing}: no reset_parameters of HalfFilled fills it"):
-        Materializer(torch.device("cpu"), provided).fill_("block", module)
+        Materializer(module, torch.device("cpu"), provided).fill_("block", module)
+
+
+def fill(module: nn.Module) -> None:
+    Materializer(module, torch.device("cpu")).fill_("", module)
 
 
 def test_a_module_without_a_reset_needs_values_from_elsewhere() -> None:
@@ -87,7 +91,7 @@ def test_a_module_without_a_reset_needs_values_from_elsewhere() -> None:
         return one
 
     with pytest.raises(ValueError, match=r"got none for weight: no reset_parameters of Module is there to fill it"):
-        Materializer(torch.device("cpu")).fill_("", module())
+        fill(module())
     one = module()
-    Materializer(torch.device("cpu"), ["weight"]).fill_("", one)
+    Materializer(one, torch.device("cpu"), ["weight"]).fill_("", one)
     assert not one.weight.is_meta

@@ -113,6 +113,8 @@ EXPECTED = {
     "policy": r"ValueError: expected precision=\"bf16-mixed\".*got '32-true'",
     "no file": r"FileNotFoundError: .*nowhere.pt",
     "other mesh": r"ValueError: expected a module that was sharded over",
+    "other settings": r"ValueError: .*'reshard_after_forward': False.*'reshard_after_forward': True",
+    "built anew": r"ValueError: .*got net.0.linear.weight that is not sharded: it was built anew",
 }
 
 
@@ -128,3 +130,24 @@ def test_the_check_for_gpus_is_sound(one_process) -> None:
     (rows,) = one_process.run(cases.the_check_for_gpus)
     assert len(rows) >= 8
     assert all(holds for *_, holds in rows), rows
+
+
+@all_strategies
+def test_compiled_blocks_train(strategy: str, two_processes) -> None:
+    two_processes.run(cases.compiled, strategy)
+
+
+@all_strategies
+def test_buffers_of_any_dtype_and_weights_of_any_strides(strategy: str, two_processes) -> None:
+    two_processes.run(cases.unusual_tensors, strategy)
+
+
+def test_built_by_the_command_line_from_yaml(two_processes, tmp_path) -> None:
+    for plan in two_processes.run(cases.from_yaml, str(tmp_path)):
+        assert plan.splitlines()[1:3] == ["net.1  88          176", "root   185         388"]
+
+
+def test_no_rank_holds_the_weights_of_a_file(two_processes, tmp_path) -> None:
+    cases.write_wide(str(tmp_path / "weights.pt"))
+    for share in two_processes.run(cases.memory_of_loading, str(tmp_path / "weights.pt")):
+        assert 0.5 < share < 0.75  # its half, a block, and what the run itself takes
