@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,6 +30,7 @@ __all__ = [
     "MisconfigurationException",
     "accumulates",
     "add_scheduler",
+    "attach_logging",
     "callbacks_of",
     "callbacks_that_copy_the_module",
     "has_persistent_workers",
@@ -56,6 +58,7 @@ __all__ = [
     "turn_off_inference_mode",
     "unscales_by_itself",
     "unsupported_strategy",
+    "wrapped_io",
 ]
 
 
@@ -107,7 +110,7 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
     if isinstance(trainer.strategy, FSDPStrategy):
         return (
             "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235). "
-            "Use ModelParallelStrategy, which is FSDP2"
+            'Use strategy="fsdp2"'
         )
     static_graph = isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_kwargs.get("static_graph")
     schedules = [one.scheduling for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler)]
@@ -263,3 +266,15 @@ def turn_off_inference_mode(trainer: pl.Trainer) -> None:
 def is_local_path(path: Any) -> bool:
     """Whether a path is one of this machine's file system, not of a bucket."""
     return bool(_is_local_file_protocol(path))
+
+
+def attach_logging(trainer: pl.Trainer) -> None:
+    """Let the callbacks log by the module's `log` as it is now: Lightning binds them before the strategy's setup."""
+    trainer._callback_connector._attach_model_logging_functions()
+
+
+def wrapped_io(io: Any, inner: Any) -> Any:
+    """Put what reads and writes files into a plugin that wraps it, such as AsyncCheckpointIO, or in its place."""
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = inner
+    return inner if io is None else io

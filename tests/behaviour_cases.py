@@ -1,20 +1,24 @@
 """What the tests of the strategies' behaviour run on each rank."""
 
 import functools
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torchmetrics
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -438,6 +442,7 @@ def refusals(two: bool) -> dict[str, str]:
         "ddp inside": error_of(Wrapped()),
         "double": error_of(Net(), "fsdp2", precision="64-true"),
         "double plugin": error_of(Net(), lt.FSDP2Strategy(), plugins=pl.plugins.DoublePrecision()),
+        "scaler": error_of(tied(), lt.FSDP2Strategy(), plugins=fp16()),
         "ema": error_of(Net(), "fsdp2", EMAWeightAveraging()),
         "own parameter": error_of(OwnParameter()),
         "early optimizer": error_of(EarlyOptimizer()),
@@ -450,6 +455,7 @@ def refusals(two: bool) -> dict[str, str]:
         "no file": error_of(Net(), lt.FSDP2Strategy(weights="nowhere.pt")),
         "other mesh": error_of(already_trained(), lt.FSDP2Strategy(replicate_size=2)),
         "other settings": error_of(already_trained(), "zero2"),
+        "other precision": error_of(already_trained(), lt.FSDP2Strategy(mp_policy="fsdp"), precision="bf16-mixed"),
         "built anew": error_of(already_trained(BuildsAnew)),
     }
 
@@ -632,3 +638,209 @@ class Memory:
     def __exit__(self, *args: Any) -> None:
         self.runs = False
         self.thread.join()
+
+
+def crash(strategy: str, folder: str) -> None:
+    """An error in training: nothing of the strategy is left on the module, and the exception checkpoint is right."""
+    rank, world_size = world()
+    for fault in ({"fail_at": 4}, {"fail_in_validation": True}):
+        single, module = (seeded(functools.partial(Net, optimizer="momentum", **fault)) for _ in range(2))
+        saved = []
+        for name, one, rank_, size in (("one process", single, 0, 1), (strategy, module, rank, world_size)):
+            place = f"{folder}/{name}-{len(fault)}-{next(iter(fault))}"
+            place += f"-{rank}" if size == 1 else ""
+            callbacks = [OnExceptionCheckpoint(place), lt.GradientNormClipping(0.1)]
+            run = strategy_trainer(name, size, *callbacks, enable_checkpointing=True, val_check_interval=3)
+            data = data_of(one, rank_, size)
+            with pytest.raises(RuntimeError, match="boom"):
+                run.fit(one, data, data)
+            saved.append(torch.load(f"{place}/on_exception.ckpt", weights_only=True)["state_dict"])
+        assert not {"log", *("training_step", "validation_step", "test_step", "predict_step")} & set(vars(module))
+        assert_same(weights(module), weights(single), rtol=0, atol=1e-6)
+        assert_same(saved[1], saved[0], rtol=0, atol=1e-6)
+
+
+# What a review found
+
+
+class Interrupted(Net):
+    """Raises in the middle of an accumulation window, once."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.armed = True
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.armed:
+            self.armed = False
+            raise RuntimeError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+def second_fit_after_an_open_window(strategy: str) -> None:
+    rank, world_size = world()
+    results = []
+    for name, rank_, size in (("one process", 0, 1), (strategy, rank, world_size)):
+        module = seeded(Interrupted)
+        for _ in range(2):
+            run = strategy_trainer(name, size, accumulate_grad_batches=3, max_epochs=1)
+            try:
+                run.fit(module, data_of(module, rank_, size))
+            except RuntimeError as error:
+                assert "boom" in str(error)  # noqa: PT017
+        results.append(weights(module))
+    assert_same(results[1], results[0], rtol=0, atol=1e-6)
+
+
+class SometimesScaled(models.TiedModule):
+    """Its parameter without a dimension takes part in the first micro-batch of each window only."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        logits = self.model.head(self.model.embedding(tokens[:, :-1]))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss + self.model.temperature * tokens.float().mean() if batch_idx % 3 == 0 else loss
+
+
+class Unfreezes(Net):
+    """A layer that is left out as frozen is trained from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.scale = nn.Linear(1, 1)
+        self.scale.requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return (self.scale(self.net(batch[0])) - batch[1]).square().mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.scale.requires_grad_(batch_idx > 1)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, foreach=False)
+
+
+def kept_whole() -> None:
+    check(SometimesScaled, "fsdp2", accumulate_grad_batches=3)
+    check(Unfreezes, lt.FSDP2Strategy(lt.ShardingPolicy(ignore="scale")))
+
+
+class CountsBatches(Net):
+    """A buffer of its own that follows the batches."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += batch[0].sum()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.at_validation = float(self.seen)
+
+
+def buffers_of_an_evaluation() -> float:
+    rank, world_size = world()
+    module = CountsBatches()
+    data = data_of(module, rank, world_size)
+    strategy_trainer("fsdp2", world_size, max_epochs=1).fit(module, data, data)
+    return module.at_validation
+
+
+class LogsFromACallback(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.log("norm", module.net[0].linear.weight.detach().norm())
+
+
+class HooksItsOptimizer(Net):
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *args: setattr(self, "steps", self.steps + 1))
+        return optimizer
+
+
+def odds_and_ends(strategy: str) -> None:
+    rank, world_size = world()
+    single, module = (seeded(lambda: HooksItsOptimizer(optimizer="momentum")) for _ in range(2))
+    first = strategy_trainer("one process", 1, LogsFromACallback(), max_epochs=1)
+    first.fit(single, data_of(single, 0, 1))
+    second = strategy_trainer(strategy, world_size, LogsFromACallback(), max_epochs=1)
+    second.fit(module, data_of(module, rank, world_size))
+    assert module.steps == single.steps == 10
+    assert abs(float(second.callback_metrics["norm"]) - float(first.callback_metrics["norm"])) < 1e-5
+    with torch.no_grad():
+        module(torch.zeros(1, 8))  # outside of any step: the root stays gathered
+    second.validate(module, data_of(module, rank, world_size), verbose=False)
+
+
+def forgotten_originals() -> int:
+    """How many of the parameters that the module had before it was sharded are alive."""
+    rank, world_size = world()
+    module = Net(optimizer="momentum")
+    originals = [weakref.ref(parameter) for parameter in module.parameters()]
+    run = strategy_trainer("fsdp2", world_size, max_epochs=1)
+    run.fit(module, data_of(module, rank, world_size))
+    gc.collect()
+    return sum(one() is not None for one in originals)
+
+
+def asynchronous_plugin(strategy: str, folder: str) -> None:
+    rank, world_size = world()
+    module = Net(optimizer="momentum")
+    run = strategy_trainer(strategy, world_size, max_epochs=1, plugins=AsyncCheckpointIO())
+    run.fit(module, data_of(module, rank, world_size))
+    run.save_checkpoint(f"{folder}/a.ckpt")
+    run.strategy.checkpoint_io.teardown()
+    torch.distributed.barrier()
+    assert_same(torch.load(f"{folder}/a.ckpt", weights_only=True)["state_dict"], weights(module))
+
+
+def places_and_kinds(folder: str) -> list[str]:
+    """Errors of checkpoints in the wrong place or of the wrong kind."""
+    rank, world_size = world()
+    saving = lt.FSDP2Strategy(save_distributed_checkpoint=True)
+    module = Net(optimizer="momentum")
+    run = strategy_trainer(saving, world_size, max_epochs=1)
+    run.fit(module, data_of(module, rank, world_size))
+    errors = []
+    for path in ("s3://bucket/a.ckpt", folder):
+        try:
+            run.save_checkpoint(path)
+        except (ValueError, OSError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    run.save_checkpoint(f"{folder}/a.ckpt", weights_only=True)
+    for strategy in ("zero1", "fsdp2"):
+        try:
+            other = Net(optimizer="momentum")
+            again = strategy_trainer(strategy, world_size)
+            again.fit(other, data_of(other, rank, world_size), ckpt_path=f"{folder}/a.ckpt")
+        except (ValueError, KeyError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+class BornHalf(Net):
+    """Built in configure_model, under the precision's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Net(batchnorm=True).net
+
+
+def born_half() -> tuple[torch.dtype, torch.dtype]:
+    rank, world_size = world()
+    module = BornHalf()
+    run = strategy_trainer("fsdp2", world_size, max_epochs=1, precision="bf16-true")
+    run.fit(module, data_of(module, rank, world_size))
+    return module.net[0].norm.running_mean.dtype, module.net[0].linear.weight.dtype

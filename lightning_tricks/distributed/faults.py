@@ -23,7 +23,7 @@ def explain_(error: BaseException, rank: int) -> None:
         >>> error.__notes__[0][:40]
         'Rank 0 lost contact with another rank, w'
     """
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or "DataLoader" in str(error):
         return
     if _LOST.search(str(error)):
         error.add_note(
@@ -32,6 +32,7 @@ def explain_(error: BaseException, rank: int) -> None:
         )
     elif _MIXED.search(str(error)):
         error.add_note(
-            "A parameter was used outside of the forward of its sharding unit, so that it was not gathered. Keep the "
-            "module that holds it out of the units: FSDP2Strategy(ShardingPolicy(<the blocks alone>))"
+            "A parameter was used outside of the forward of its sharding unit, so that it was not gathered. In a step, "
+            "keep the module that holds it out of the units: FSDP2Strategy(<the blocks alone>). Outside of the steps, "
+            "call the module itself, self(...), on every rank"
         )

@@ -8,6 +8,7 @@ order of its groups, which need not be that of the model; its own numbering is k
 of each tensor, so that of a memory-mapped file nobody reads the whole.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private: torch 2.13
 from torch.optim import Optimizer
 
 __all__ = ["gather_state_dict", "load_full_optimizer_state_", "load_full_state_", "read_state_dict", "whole"]
@@ -50,7 +52,9 @@ def gather_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
         gathered = whole(tensor.detach())
         return gathered.cpu() if first else None
 
-    gathered = _map_tensors(gather, dict(state))
+    gathered = _map_tensors(gather, OrderedDict(state) if isinstance(state, OrderedDict) else dict(state))
+    if hasattr(state, "_metadata"):  # the versions of the modules, for those that read older states
+        gathered._metadata = state._metadata
     return gathered if first else {}
 
 
@@ -66,11 +70,13 @@ def load_full_state_(module: nn.Module, state: Mapping[str, Any], *, strict: boo
         RuntimeError: as `torch.nn.Module.load_state_dict` does, for keys and shapes.
     """
     own = module.state_dict()
-    loaded = dict(state)
+    loaded = OrderedDict(state)
+    loaded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     for key, value in state.items():
-        part = _like(value, own.get(key))
-        if isinstance(part, DTensor):  # one after another: all parts at once would be a second copy of the shards
-            loaded[key] = own[key].copy_(part)
+        target = own.get(key)
+        if isinstance(target, DTensor) and isinstance(value, Tensor) and value.shape == target.shape:
+            _copy_part_(target, value)
+            loaded[key] = target
     module.load_state_dict(loaded, strict=strict)
 
 
@@ -111,25 +117,29 @@ def _map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: _map_tensors(function, value) for key, value in tree.items()}
+        return type(tree)((key, _map_tensors(function, value)) for key, value in tree.items())
     if isinstance(tree, (list, tuple)):
         return type(tree)(_map_tensors(function, value) for value in tree)
     return tree
 
 
-def _like(value: Any, own: Any) -> Any:
-    """This rank's part of a whole tensor, split as `own` is."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or value.shape != own.shape:
-        return value
-    value = value.to(own.dtype) if isinstance(value, DTensor) else value.to(own.device, own.dtype)
-    # Without a source rank nothing is sent: every rank has the tensor, or the file it lies in.
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+def _copy_part_(target: DTensor, value: Tensor) -> None:
+    """Copy this rank's part of a whole tensor, and read no other."""
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, target.device_mesh, target.placements)
+    part = value[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+    target.to_local().copy_(part)
 
 
 def _state_like(value: Any, parameter: Tensor | None) -> Any:
     """Optimizer state is split as its parameter where it has its shape; the rest is whole on every rank."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    whole_everywhere = (Replicate(),) * parameter.device_mesh.ndim
-    placements = parameter.placements if value.shape == parameter.shape else whole_everywhere
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, placements, src_data_rank=None)
+    if value.ndim == 0:
+        return value
+    if value.shape == parameter.shape:
+        part = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        assert isinstance(part, DTensor)
+        _copy_part_(part, value)
+        return part
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value.to(parameter.device), mesh, (Replicate(),) * mesh.ndim, run_check=False)

@@ -10,6 +10,7 @@ with memory, from the same random state. No rank holds more than one unit beside
 **Cost**: one broadcast a tensor, once. Memory: one unit.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -115,13 +116,19 @@ class Materializer:
 
 def _mark(tensor: Tensor) -> None:
     """Fill with what no reset leaves behind."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(torch.nan)
-    elif tensor.dtype is not torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    bits, mark = _bits_and_mark(tensor)
+    bits.fill_(mark)
 
 
 def _is_marked(tensor: Tensor) -> bool:
+    bits, mark = _bits_and_mark(tensor)
+    return bool((bits.isnan() if math.isnan(mark) else bits == mark).any())
+
+
+def _bits_and_mark(tensor: Tensor) -> tuple[Tensor, float]:
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+        return tensor, math.nan
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8), 2
+    limits = torch.iinfo(tensor.dtype)
+    return tensor, limits.min if limits.min < 0 else limits.max

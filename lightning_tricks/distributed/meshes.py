@@ -9,7 +9,7 @@ group: gathers stay within a group (a node), and only gradients, already sharded
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["data_parallel_mesh"]
+__all__ = ["SHARD", "data_parallel_mesh", "shard_size_of"]
 
 REPLICATE, SHARD = "replicate", "data_parallel"
 
@@ -37,3 +37,22 @@ def data_parallel_mesh(device_type: str, world_size: int, replicate_size: int = 
     if replicate_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device_type, (replicate_size, shard_size), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def shard_size_of(mesh: DeviceMesh, reshard_after_forward: bool | int = True) -> int:
+    """Over how many ranks a mesh shards.
+
+    Args:
+        mesh: what `data_parallel_mesh` returned.
+        reshard_after_forward: if a number, the size of the groups that must divide it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    shard_size = mesh[SHARD].size()
+    if not isinstance(reshard_after_forward, bool) and shard_size % reshard_after_forward:
+        raise ValueError(
+            f"expected `reshard_after_forward` to divide the ranks of a shard group, got {reshard_after_forward} for "
+            f"{shard_size} = world size {mesh.size()} / replicate size {mesh.size() // shard_size}"
+        )
+    return shard_size

@@ -30,7 +30,27 @@ from lightning_tricks.functional.blocks import (
     validate_selector,
 )
 
-__all__ = ["ShardingPlan", "ShardingPolicy", "ShardingUnit"]
+__all__ = ["Piece", "ShardingPlan", "ShardingPolicy", "ShardingUnit"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a plan says of a parameter: not the parameter itself, which sharding is to free.
+
+    Args:
+        name: in the model.
+        shape: of the whole.
+        element_size: bytes of an element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element_size: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -40,21 +60,21 @@ class ShardingUnit:
     Args:
         name: the module's name in the model; ``""`` for the root.
         module: the module.
-        parameters: names and parameters of it that no unit inside of it holds, each once.
+        parameters: those of it that no unit inside of it holds, each once.
         reshards: whether its parameters are freed between forward and backward.
         full_precision: whether a policy of mixed precision must leave it alone.
     """
 
     name: str
     module: nn.Module
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: tuple[Piece, ...]
     reshards: bool = True
     full_precision: bool = False
 
     @property
     def num_parameters(self) -> int:
         """Elements of the unit's parameters, over all ranks."""
-        return sum(parameter.numel() for _, parameter in self.parameters)
+        return sum(piece.num_elements for piece in self.parameters)
 
     def bytes_of_rank(self, shard_size: int, rank: int = 0) -> int:
         """Bytes of the unit's parameters that a rank holds between steps.
@@ -63,7 +83,9 @@ class ShardingUnit:
             shard_size: over how many ranks each parameter is split; 1 or more.
             rank: which of these; rank 0 holds no less than any other.
         """
-        return sum(_rows_of_rank(p, shard_size, rank) * p[:1].numel() * p.element_size() for _, p in self.parameters)
+        rows = [_rows_of_rank(piece.shape[0], shard_size, rank) for piece in self.parameters]
+        sizes = [math.prod(piece.shape[1:]) * piece.element_size for piece in self.parameters]
+        return sum(count * size for count, size in zip(rows, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -176,7 +198,6 @@ class ShardingPolicy:
         ignored = self._ignored(module)
         chosen = self._chosen(module)
         if not root:
-            _refuse_own_parameters(module)
             chosen.update(_children_with_forward(module, set(chosen.values())))
         precise = {name: one for name, one in module.named_modules() if name and isinstance(one, full_precision)}
         # The last unit's backward comes right after its forward. Without a root, nobody knows which that is.
@@ -190,6 +211,12 @@ class ShardingPolicy:
             for _, one in inner_first(module)
             if one in names and owned[names[one]]
         ]
+        if not root and owned[""]:
+            raise ValueError(
+                "expected every parameter to belong to a submodule with a forward of its own, since a step in manual "
+                f"optimization runs several backwards; got {owned[''][0].name}, which belongs to no such module of "
+                f"{type(module).__name__}. Move it into a submodule that uses it in its forward"
+            )
         if root:
             units.append(ShardingUnit("", module, tuple(owned[""]), reshards=False))
         scalars = [name for name, one in module.named_parameters() if one.ndim == 0 and id(one) not in ignored]
@@ -232,9 +259,9 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _rows_of_rank(parameter: nn.Parameter, shard_size: int, rank: int) -> int:
-    rows = math.ceil(parameter.shape[0] / shard_size)
-    return max(0, min(rows, parameter.shape[0] - rank * rows))
+def _rows_of_rank(rows: int, shard_size: int, rank: int) -> int:
+    chunk = math.ceil(rows / shard_size)
+    return max(0, min(chunk, rows - rank * chunk))
 
 
 def _owners(module: nn.Module, chosen: dict[str, nn.Module]) -> dict[int, tuple[str, dict[str, str]]]:
@@ -303,25 +330,14 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _refuse_own_parameters(module: nn.Module) -> None:
-    for name, _ in module.named_parameters(recurse=False):
-        raise ValueError(
-            f"expected every parameter to belong to a submodule with a forward of its own, since the step of "
-            f"{type(module).__name__} runs several backwards (manual optimization); got {name}, which belongs to "
-            f"{type(module).__name__} itself. Move it into a submodule that uses it in its forward"
-        )
-
-
-def _divide(
-    module: nn.Module, chosen: dict[str, nn.Module], ignored: set[int]
-) -> dict[str, list[tuple[str, nn.Parameter]]]:
+def _divide(module: nn.Module, chosen: dict[str, nn.Module], ignored: set[int]) -> dict[str, list[Piece]]:
     """The parameters that each unit shards: those of its own, without ignored ones and those of no dimension."""
     owners = _owners(module, chosen)
-    owned: dict[str, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    owned: dict[str, list[Piece]] = defaultdict(list)
     for parameter in module.parameters():
         name, by_unit = owners[id(parameter)]
         if id(parameter) not in ignored and parameter.ndim > 0:
-            owned[next(iter(by_unit))].append((name, parameter))
+            owned[next(iter(by_unit))].append(Piece(name, tuple(parameter.shape), parameter.element_size()))
     return owned
 
 
@@ -339,7 +355,7 @@ def _runs_of_alike(units: tuple[ShardingUnit, ...]) -> list[list[ShardingUnit]]:
 def _follows(earlier: ShardingUnit, later: ShardingUnit) -> bool:
     parent, _, number = earlier.name.rpartition(".")
     other_parent, _, other_number = later.name.rpartition(".")
-    shapes = [[p.shape for _, p in unit.parameters] for unit in (earlier, later)]
+    shapes = [[piece.shape for piece in unit.parameters] for unit in (earlier, later)]
     return (
         parent == other_parent
         and number.isdigit()

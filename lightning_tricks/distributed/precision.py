@@ -32,12 +32,17 @@ def mixed_precision_policy(choice: MixedPrecisionPolicy | str, precision: str) -
         precision: as `Trainer(precision=...)` names it.
 
     Raises:
-        ValueError: ``"fsdp"`` beside anything but ``"bf16-mixed"``.
+        ValueError: ``"fsdp"`` beside anything but ``"bf16-mixed"``; ``"64-true"``.
 
     Example:
         >>> mixed_precision_policy("fsdp", "bf16-mixed").param_dtype
         torch.bfloat16
     """
+    if precision == "64-true":
+        raise ValueError(
+            "expected a precision of 32 bits or fewer, got 64-true, which holds and sends 8 bytes a parameter where "
+            '32-true takes 4 and bf16-true 2. Use precision="32-true" or "bf16-mixed"'
+        )
     if isinstance(choice, MixedPrecisionPolicy):
         return choice
     if choice == "fsdp":
@@ -53,7 +58,7 @@ def mixed_precision_policy(choice: MixedPrecisionPolicy | str, precision: str) -
 
 
 def convert_(module: nn.Module, convert: Callable[[nn.Module], Any]) -> None:
-    """Convert a module's dtype, but leave what must stay in full precision as it was.
+    """Convert a module to 16 bits, but for what must stay in full precision, which becomes fp32.
 
     Args:
         module: the model.
@@ -69,6 +74,4 @@ def convert_(module: nn.Module, convert: Callable[[nn.Module], Any]) -> None:
     before = [{key: value.clone() for key, value in one.state_dict().items()} for one in precise]
     convert(module)
     for one, state in zip(precise, before, strict=True):
-        for dtype in {value.dtype for value in state.values() if value.is_floating_point()}:
-            one.to(dtype)
-        one.load_state_dict(state)
+        one.float().load_state_dict(state)

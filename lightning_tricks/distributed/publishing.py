@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["publish", "recover", "remove", "save_file", "scratch_beside"]
+__all__ = ["META", "is_checkpoint_folder", "publish", "recover", "remove", "save_file", "scratch_beside"]
+
+META = "meta.pt"
+"""The file of a checkpoint folder that holds what is no tensor."""
 
 
 def scratch_beside(path: Path) -> Path:
@@ -23,16 +26,34 @@ def scratch_beside(path: Path) -> Path:
     Args:
         path: where the checkpoint is to be. Its parent is made. What an interrupted save left behind goes.
 
+    Raises:
+        IsADirectoryError: a folder is there that is no checkpoint.
+
     Example:
         >>> import tempfile
         >>> scratch_beside(Path(tempfile.mkdtemp()) / "last.ckpt").name.startswith(".writing-")
         True
     """
+    if path.is_dir() and not is_checkpoint_folder(path):
+        raise IsADirectoryError(f"expected the path of a checkpoint to be free, or an older one, got the folder {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Lightning takes each file with "last" in its name for a checkpoint: the name must not be part of it.
     scratch = path.parent / f".writing-{zlib.crc32(path.name.encode()):08x}"
     remove(scratch)
     return scratch
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether a complete folder of shards lies here.
+
+    Args:
+        path: of a file, a folder or nothing.
+
+    Example:
+        >>> is_checkpoint_folder(Path("."))
+        False
+    """
+    return (path / META).is_file() and (path / ".metadata").is_file()
 
 
 def remove(path: Path) -> None:

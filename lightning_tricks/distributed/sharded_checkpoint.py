@@ -25,7 +25,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
-from lightning_tricks.distributed.publishing import publish, recover, save_file, scratch_beside
+from lightning_tricks.distributed.publishing import (
+    META,
+    is_checkpoint_folder,
+    publish,
+    recover,
+    save_file,
+    scratch_beside,
+)
 
 __all__ = [
     "CheckpointFolders",
@@ -38,8 +45,6 @@ __all__ = [
     "saved_names",
 ]
 
-_META = "meta.pt"
-
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether a complete checkpoint folder lies here.
@@ -47,8 +52,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
     Args:
         path: of a file, a folder or nothing.
     """
-    path = recover(path)
-    return path.is_dir() and (path / _META).is_file() and (path / ".metadata").is_file()
+    return is_checkpoint_folder(recover(path))
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -57,11 +61,22 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     Args:
         optimizer: of parameters of the module.
         module: the model.
+
+    Raises:
+        ValueError: its state nests tensors.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = dict(enumerate(names[id(parameter)] for parameter in parameters))
     state = optimizer.state_dict()
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, (dict, list, tuple)) and any(isinstance(one, Tensor) for one in _leaves(value)):
+                raise ValueError(
+                    f"expected an optimizer whose state holds tensors by name, got {type(optimizer).__name__}, whose "
+                    f"{key!r} of {name_of[number]} nests them: a folder cannot hold that. "
+                    "Use save_distributed_checkpoint=False"
+                )
     return {
         "state": {name_of[number]: values for number, values in state["state"].items()},
         "param_groups": [
@@ -87,7 +102,7 @@ class CheckpointFolders:
         self,
         path: Path,
         state_dict: Mapping[str, Any],
-        optimizer_states: list[dict[str, Any]],
+        optimizer_states: list[dict[str, Any]] | None,
         rest: Mapping[str, Any],
     ) -> None:
         """Write a checkpoint folder and publish it. A collective: on every rank.
@@ -95,21 +110,24 @@ class CheckpointFolders:
         Args:
             path: where the folder is to be, on a disk that all ranks share; rank 0's counts.
             state_dict: of the model, sharded.
-            optimizer_states: of each optimizer, by `named_optimizer_state`.
+            optimizer_states: of each optimizer, by `named_optimizer_state`; None for a checkpoint of weights only.
             rest: what else the checkpoint holds; rank 0's counts.
         """
         self.wait()
+        if path.is_dir() and not is_checkpoint_folder(path):  # every rank looks: none may wait for the others then
+            raise IsADirectoryError(f"expected the path of a checkpoint to be free, or an older one, got {path}")
         first = dist.get_rank() == 0
         places = [path, path]
         if first:
             places = [path, scratch_beside(path)]
             places[1].mkdir()
-            skeletons = [_without_tensors(state) for state in optimizer_states]
-            save_file({**rest, "optimizer_states": skeletons}, places[1] / _META)
+            skeletons = [_without_tensors(state) for state in optimizer_states or ()]
+            states = {} if optimizer_states is None else {"optimizer_states": skeletons}
+            save_file({**rest, **states}, places[1] / META)
         dist.broadcast_object_list(places, src=0)  # and no rank writes before the folder is there
         path, scratch = places
         content: dict[str, Any] = {"state_dict": dict(state_dict)}
-        content.update({f"optimizer_{index}": state for index, state in enumerate(optimizer_states)})
+        content.update({f"optimizer_{index}": state for index, state in enumerate(optimizer_states or ())})
         # What every rank holds may differ (running statistics): rank 0's is the one of an ordinary checkpoint.
         planner, writer = DefaultSavePlanner(dedup_save_to_lowest_rank=True), FileSystemWriter(scratch)
         if self.asynchronous:
@@ -149,7 +167,7 @@ class CheckpointFolders:
 
     def abandon(self) -> None:
         """Do not wait for the other ranks, which may be gone."""
-        self._saving = None
+        self._saving = self._group = None
 
 
 def _publish_when_written(scratch: Path, path: Path, first: bool, published: Future[Any], done: Future[Any]) -> None:
@@ -174,7 +192,7 @@ def read_meta(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]
     """
     if not is_sharded_checkpoint(path):
         raise FileNotFoundError(f"expected a complete checkpoint folder, with meta.pt and .metadata, got {path}")
-    rest: dict[str, Any] = torch.load(recover(path) / _META, map_location="cpu", weights_only=weights_only)
+    rest: dict[str, Any] = torch.load(recover(path) / META, map_location="cpu", weights_only=weights_only)
     return rest
 
 
@@ -250,11 +268,18 @@ def consolidate(path: Path, file: Path, *, weights_only: bool = True) -> None:
     }
     load({"state_dict": model}, storage_reader=reader, no_dist=True)
     states = []
-    for index, skeleton in enumerate(rest.pop("optimizer_states")):
+    has_states = "optimizer_states" in rest
+    for index, skeleton in enumerate(rest.pop("optimizer_states", ())):
         state = _tensors_of(metadata, index, {})
         load({f"optimizer_{index}": {"state": state}}, storage_reader=reader, no_dist=True)
         states.append(_numbered({"state": _merged(state, skeleton["state"]), "param_groups": skeleton["param_groups"]}))
-    save_file({**rest, "state_dict": model, "optimizer_states": states}, file)
+    save_file({**rest, "state_dict": model, **({"optimizer_states": states} if has_states else {})}, file)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for one in value for leaf in _leaves(one)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _metadata(path: Path) -> Metadata:

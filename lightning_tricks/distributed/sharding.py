@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -29,21 +29,23 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Adafactor, Adam, Muon, Optimizer, Rprop
 
 from lightning_tricks.distributed.initialization import Materializer, broadcast_from_first_rank_, has_meta_tensors
 from lightning_tricks.distributed.policy import ShardingPlan
 from lightning_tricks.functional.blocks import inner_first
+from lightning_tricks.functional.patching import Patch
 
 __all__ = [
-    "ForwardMethods",
     "Sharding",
     "apply_forward_methods",
-    "broadcast_running_statistics_",
+    "average_kept_gradients_",
+    "broadcast_buffers_",
     "move_unsharded_",
     "refuse_optimizer",
+    "refuse_scaler",
+    "reset_",
     "reshard_",
     "shard_",
     "sharded_by",
@@ -53,32 +55,20 @@ __all__ = [
 
 
 @dataclass
-class _Replicated:
-    """Averages the gradients of parameters that each rank keeps whole, unless told to wait."""
-
-    synchronizes: bool = True
-
-    def average(self, parameter: Tensor) -> None:
-        if self.synchronizes and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)  # gloo knows no average
-            parameter.grad.div_(dist.get_world_size())
-
-
-@dataclass(frozen=True)
 class Sharding:
     """How a module was sharded.
 
     Args:
         mesh: over which ranks.
         settings: what else a second run must not change.
-        kept: names of the parameters that each rank keeps whole.
-        replicated: averages the gradients of those that are trained.
+        kept: the parameters that each rank keeps whole, by name.
+        synchronizes: whether the next backward reduces gradients.
     """
 
     mesh: DeviceMesh
     settings: object
-    kept: frozenset[str]
-    replicated: _Replicated
+    kept: dict[str, nn.Parameter]
+    synchronizes: bool = True
 
 
 # What was sharded here, so that a second run can tell it from what the user sharded.
@@ -141,11 +131,8 @@ def shard_(
                 ignored_params=kept,
             )
         done.update(id(t) for t in (*one.parameters(), *one.buffers()))
-    replicated = _Replicated()
-    for name, parameter in module.named_parameters():
-        if name in plan.replicated and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(replicated.average)  # type: ignore[no-untyped-call]
-    _SHARDED[module] = Sharding(mesh, settings, kept_names, replicated)
+    kept_whole = {name: parameter for name, parameter in module.named_parameters() if name in kept_names}
+    _SHARDED[module] = Sharding(mesh, settings, kept_whole)
 
 
 def sharded_by(module: nn.Module) -> str | None:
@@ -171,31 +158,49 @@ def sharding_of(module: nn.Module) -> Sharding | None:
 
     Args:
         module: the model.
+    """
+    return _SHARDED.get(module)
+
+
+def reset_(module: nn.Module) -> None:
+    """Make a sharded module ready for another run, whatever ended the last one. A collective: on every rank.
+
+    Gradients of a window that was left open lie where `zero_grad` does not reach.
+
+    Args:
+        module: sharded by `shard_`.
 
     Raises:
-        ValueError: parts of the module were built anew since.
+        ValueError: parts of the module were built anew since it was sharded.
     """
-    sharding = _SHARDED.get(module)
-    if sharding is not None:
-        for name, parameter in module.named_parameters():
-            if not isinstance(parameter, DTensor) and name not in sharding.kept:
-                raise ValueError(
-                    f"expected the module as an earlier run sharded it, got {name} that is not sharded: it was built "
-                    "anew since. Let configure_model return at once where the layers exist already"
-                )
-    return sharding
+    for unit in _units(module):
+        state = unit._get_fsdp_state()  # private names of torch 2.13, here and below
+        if state._is_root:
+            unit.reset_iter_state()
+        unit.reshard()
+        for group in state._fsdp_param_groups:
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+    kept = _SHARDED[module].kept
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor) and name not in kept:
+            raise ValueError(
+                f"expected the module as an earlier run sharded it, got {name} that is not sharded: it was built anew "
+                "since. Let configure_model return at once where the layers exist already"
+            )
 
 
 def move_unsharded_(module: nn.Module, device: torch.device) -> None:
-    """Move the modules without parameters, such as metrics. Shards stay where they are.
+    """Move what is not sharded, such as the states of metrics. Shards stay where they are.
 
     Args:
         module: the model.
         device: where to.
     """
-    for one in module.modules():
-        if next(one.parameters(), None) is None:
-            one.to(device)
+    move = lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device)  # noqa: E731
+    type(module)._apply(module, move)  # type: ignore[no-untyped-call]
 
 
 def reshard_(module: nn.Module) -> None:
@@ -225,16 +230,51 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
         _synchronize(module, True)
 
 
-def broadcast_running_statistics_(module: nn.Module) -> None:
-    """Give every rank rank 0's running statistics, as DDP does at each forward. A collective: on every rank.
+def average_kept_gradients_(module: nn.Module) -> None:
+    """Average the gradients of the parameters that each rank keeps whole. A collective: after every backward.
+
+    Does nothing where there are none, and within `without_gradient_sync`.
 
     Args:
-        module: the model. Each rank's BatchNorm follows its own batches, but an evaluation must not depend on the rank.
+        module: sharded by `shard_`.
     """
-    for one in module.modules():
-        if isinstance(one, _BatchNorm) and one.track_running_stats:
-            for buffer in one.buffers():
-                dist.broadcast(buffer, src=0)
+    sharding = _SHARDED[module]
+    gradients = [one.grad for one in sharding.kept.values() if one.requires_grad and one.grad is not None]
+    if not gradients or not sharding.synchronizes:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)  # gloo knows no average
+    flat.div_(dist.get_world_size())
+    means = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def broadcast_buffers_(module: nn.Module) -> None:
+    """Give every rank rank 0's buffers, as DDP does at each forward. A collective: on every rank.
+
+    Args:
+        module: the model. Running statistics follow each rank's own batches in training, but an evaluation must not
+            depend on the rank.
+    """
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def refuse_scaler(plan: ShardingPlan) -> None:
+    """Raise if a loss scaler cannot unscale the gradients of a plan's parameters.
+
+    Args:
+        plan: the units.
+
+    Raises:
+        ValueError: there are parameters without a dimension, which torch's scaler cannot unscale beside shards.
+    """
+    if plan.replicated:
+        raise ValueError(
+            f"expected every parameter to have a dimension beside a loss scaler (fp16), got "
+            f"{', '.join(plan.replicated)} without one. Give it the shape (1,), or use bf16-mixed"
+        )
 
 
 def refuse_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
@@ -269,25 +309,7 @@ def refuse_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
         )
 
 
-class ForwardMethods:
-    """The handle of methods that gather and free the root as its forward does.
-
-    Args:
-        module: the model.
-        names: the methods.
-    """
-
-    def __init__(self, module: nn.Module, names: list[str]) -> None:
-        self._module, self._names = module, names
-
-    def remove(self) -> None:
-        """Take the methods back to those of the class. A second call does nothing."""
-        for name in self._names:
-            vars(self._module).pop(name, None)
-        self._names = []
-
-
-def apply_forward_methods(module: nn.Module, names: Collection[str]) -> ForwardMethods:
+def apply_forward_methods(module: nn.Module, names: Collection[str]) -> list[Patch]:
     """Let methods of the root gather its parameters as its forward does.
 
     Args:
@@ -295,12 +317,14 @@ def apply_forward_methods(module: nn.Module, names: Collection[str]) -> ForwardM
         names: its methods.
 
     Returns:
-        The handle that undoes it.
+        The handles that undo it.
     """
-    changed = [name for name in names if isinstance(module, FSDPModule) and name not in vars(module)]
-    for name in changed:
+    if not isinstance(module, FSDPModule):
+        return []
+    patches = [Patch(module, name) for name in names]
+    for name in names:
         register_fsdp_forward_method(module, name)
-    return ForwardMethods(module, changed)
+    return patches
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:
@@ -311,7 +335,7 @@ def _synchronize(module: nn.Module, synchronizes: bool) -> None:
     for unit in _units(module):
         unit.set_requires_gradient_sync(synchronizes, recurse=False)
     if module in _SHARDED:
-        _SHARDED[module].replicated.synchronizes = synchronizes
+        _SHARDED[module].synchronizes = synchronizes
 
 
 @functools.cache

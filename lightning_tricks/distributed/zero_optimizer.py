@@ -36,6 +36,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
             'a rank that holds a part of its state would take another step. Use strategy="ddp"'
         )
     sharded = ZeroRedundancyOptimizer(optimizer.param_groups, _Like(optimizer), **optimizer.defaults)  # type: ignore[arg-type]
+    vars(sharded).update(_hooks(optimizer))
     optimizer.state.clear()  # what a constructor put there is with the rank that owns it
     return sharded
 
@@ -85,6 +86,14 @@ def load_optimizer_state_(optimizer: ZeroRedundancyOptimizer, state: Mapping[str
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
+def _hooks(optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name.startswith("_optimizer_step_") and name.endswith("_hooks")
+    }
+
+
 class _Like:
     """In the place of an optimizer class: builds one like another, for other parameters.
 
@@ -98,8 +107,8 @@ class _Like:
         like = self._optimizer
         built = object.__new__(type(like))
         hooks: dict[str, Any] = {
-            key: OrderedDict() for key in vars(like) if key.startswith("_optimizer_") and key.endswith("_hooks")
-        }
+            name: OrderedDict() for name in _hooks(like)
+        }  # those of the user go to the optimizer of all
         parameters = [parameter for group in param_groups for parameter in group["params"]]
         state = defaultdict(dict, {one: like.state[one] for one in parameters if one in like.state})
         built.__dict__.update(vars(like), **hooks, state=state, param_groups=param_groups)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import CheckpointIO, DoublePrecision
+from lightning.pytorch.plugins import CheckpointIO, HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -17,11 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks._checkpoint_io import AtomicCheckpointIO
+from lightning_tricks._checkpoint_io import with_atomic_files
 from lightning_tricks._lightning import (
     DEFAULT_TIMEOUT,
     MisconfigurationException,
+    attach_logging,
     callbacks_that_copy_the_module,
+    is_local_path,
     precision_of,
     set_device_mesh,
     torch_optimizer,
@@ -35,7 +37,7 @@ from lightning_tricks.distributed.full_state import (
     read_state_dict,
     whole,
 )
-from lightning_tricks.distributed.meshes import SHARD, data_parallel_mesh
+from lightning_tricks.distributed.meshes import data_parallel_mesh, shard_size_of
 from lightning_tricks.distributed.policy import ShardingPlan, ShardingPolicy
 from lightning_tricks.distributed.precision import FULL_PRECISION, convert_, mixed_precision_policy
 from lightning_tricks.distributed.sharded_checkpoint import (
@@ -47,9 +49,12 @@ from lightning_tricks.distributed.sharded_checkpoint import (
 )
 from lightning_tricks.distributed.sharding import (
     apply_forward_methods,
-    broadcast_running_statistics_,
+    average_kept_gradients_,
+    broadcast_buffers_,
     move_unsharded_,
     refuse_optimizer,
+    refuse_scaler,
+    reset_,
     reshard_,
     shard_,
     sharded_by,
@@ -82,16 +87,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         mp_policy: what is gathered and reduced in which dtype. ``"auto"`` and ``"autocast"`` gather as the parameters
             are and leave ``precision="bf16-mixed"`` to autocast, as DDP does, but ``"auto"`` reduces in fp32 where
             parameters are bf16 or fp16 (``"bf16-true"``). ``"fsdp"``, with ``"bf16-mixed"``, gathers in bf16 and
-            reduces in fp32: half the traffic of gathers. A `torch.distributed.fsdp.MixedPrecisionPolicy` is taken as
-            it is. BatchNorm stays in fp32 in each of them.
+            reduces in fp32: half the traffic of gathers. Else a `torch.distributed.fsdp.MixedPrecisionPolicy`, which
+            holds for the units' inputs but not for the batch. BatchNorm stays in fp32 in each of them.
         cpu_offload: whether shards and optimizer state live on the CPU.
         save_distributed_checkpoint: whether a checkpoint is a folder to which each rank writes its shards, rather than
-            one ordinary file. Both load under any number of ranks and any strategy of this package; the file also
-            without it.
+            one ordinary file. Either loads under any number of ranks; the file also under ZeRO1Strategy, DDP and in
+            one process, as does what ``python -m lightning_tricks consolidate`` makes of a folder.
         async_checkpoint: whether such a folder is written while training goes on.
         timeout: how long a rank waits for the others before it ends with an error.
-        weights: a file to read the initial weights from, straight into the shards: a state dict, or a checkpoint with
-            one. With it a model on the meta device needs no `reset_parameters`.
+        weights: where to read the initial weights from, straight into the shards: a file of a state dict, or a
+            checkpoint of either kind. With it a model on the meta device needs no `reset_parameters`.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; at the start of fit, sizes that do not
@@ -99,7 +104,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             sharded already, a precision that is not supported.
 
     Cost:
-        1.5 times the communication of DDP (reshard), or the same (without).
+        1.5 times the communication of DDP (reshard), or the same (without). Accumulation holds whole gradients.
+        Buffers follow each rank's own batches in training; evaluations and checkpoints have rank 0's.
 
     Reference:
         Zhao et al. (2023), "PyTorch FSDP", arXiv:2304.11277; Rajbhandari et al. (2020), "ZeRO", arXiv:1910.02054.
@@ -175,7 +181,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         sharding = sharding_of(module)
         if sharding is None:
             self._shard(module)
-        elif (sharding.mesh, sharding.settings) != (self.device_mesh, self._settings):
+        elif (sharding.mesh, sharding.settings) == (self.device_mesh, self._settings):
+            reset_(module)
+        else:
             raise ValueError(
                 f"expected a module that was sharded over {self.device_mesh} with {self._settings}, got one that an "
                 f"earlier run sharded over {sharding.mesh} with {sharding.settings}. Build the module anew and load "
@@ -186,12 +194,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._pending = None
         self._runs = True
         turn_off_inference_mode(trainer)
-        self._undo.append(apply_forward_methods(module, _STEPS))
+        self._undo += apply_forward_methods(module, _STEPS)
         self._undo.append(patch_(module, "log", functools.partial(_log_whole, module.log)))
+        attach_logging(trainer)  # the callbacks' `log` is the module's
         self.barrier()
         if fitting:
-            # An evaluation before leaves units gathered, of which an optimizer would take copies for the weights.
-            reshard_(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -204,22 +211,14 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._undo.append(optimizer.register_step_post_hook(hook))
 
     def _refuse_unsupported(self, trainer: pl.Trainer) -> None:
-        module, precision = self._module, precision_of(self.precision_plugin)
-        if precision == "64-true" or isinstance(self.precision_plugin, DoublePrecision):
-            count = sum(parameter.numel() for parameter in module.parameters())
-            raise MisconfigurationException(
-                f"{type(self).__name__} expected a precision of 32 bits or fewer, got 64-true, which would hold and "
-                f"send {count} parameters x 8 bytes = {8 * count} bytes where 32-true takes {4 * count}. "
-                'Use precision="32-true" or "bf16-mixed"'
-            )
         copying = callbacks_that_copy_the_module(trainer)
         if copying:
             raise MisconfigurationException(
                 f"{type(self).__name__} expected no callback that copies the module, which a sharded one cannot be "
                 f"(PL#21414), got {', '.join(copying)}. Drop it"
             )
-        how = sharded_by(module)
-        if how is not None and sharding_of(module) is None:
+        how = sharded_by(self._module)
+        if how is not None and sharding_of(self._module) is None:
             raise MisconfigurationException(
                 f"{type(self).__name__} shards the module by itself: expected a plain one, got one that is sharded "
                 f"already ({how}), by configure_model or before fit. Drop that, or use Lightning's "
@@ -230,18 +229,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         """The recipe: what converts modules, then precision, then sharding."""
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
-        convert_(module, self.precision_plugin.convert_module)
+        if isinstance(self.precision_plugin, HalfPrecision):
+            convert_(module, self.precision_plugin.convert_module)
         mp_policy = mixed_precision_policy(self.mp_policy, precision_of(self.precision_plugin))
         precise = FULL_PRECISION if mp_policy is not None else ()
         self.plan = self.policy.plan(
             module,
-            self.device_mesh[SHARD].size(),
+            shard_size_of(self.device_mesh, self.reshard_after_forward),
             root=module.automatic_optimization,
             full_precision=precise,
         )
-        self._refuse_group_size()
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            refuse_scaler(self.plan)
         if self._pending is None and self.weights is not None:
-            self._pending = FileWeights(read_state_dict(self.weights), module.strict_loading)
+            path, strict = Path(self.weights), module.strict_loading
+            folder = is_sharded_checkpoint(path)
+            self._pending = FolderWeights(path, strict) if folder else FileWeights(read_state_dict(path), strict)
         shard_(
             module,
             self.plan,
@@ -263,18 +266,19 @@ class FSDP2Strategy(ModelParallelStrategy):
     @property
     def _settings(self) -> dict[str, Any]:
         """What a module keeps from the run that sharded it."""
-        names = ("policy", "reshard_after_forward", "mp_policy", "cpu_offload")
-        return {name: getattr(self, name) for name in names}
-
-    def _refuse_group_size(self) -> None:
-        shard_size, size = self.device_mesh[SHARD].size(), self.reshard_after_forward
-        if not isinstance(size, bool) and shard_size % size:
-            raise ValueError(
-                f"expected `reshard_after_forward` to divide the ranks of a shard group, got {size} for {shard_size} = "
-                f"world size {self.world_size} / replicate size {self.world_size // shard_size}"
-            )
+        precision = precision_of(self.precision_plugin)
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": mixed_precision_policy(self.mp_policy, precision),
+            "weights in": precision if precision in ("bf16-true", "16-true") else "32-true",
+            "cpu_offload": self.cpu_offload,
+        }
 
     # Each step
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        average_kept_gradients_(self._module)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,15 +294,15 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        broadcast_running_statistics_(self._module)
+        broadcast_buffers_(self._module)
 
     @override
     def on_test_start(self) -> None:
-        broadcast_running_statistics_(self._module)
+        broadcast_buffers_(self._module)
 
     @override
     def on_predict_start(self) -> None:
-        broadcast_running_statistics_(self._module)
+        broadcast_buffers_(self._module)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = step(*args, **kwargs)
@@ -330,6 +334,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._runs = False
         self._folders.wait()
         super().teardown()
+        self.checkpoint_io.teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -352,8 +357,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+        self._checkpoint_io = with_atomic_files(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -380,10 +384,16 @@ class FSDP2Strategy(ModelParallelStrategy):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        state_dict, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
-        self._folders.save(Path(filepath), state_dict, optimizer_states, checkpoint)
-        if not self._runs:  # nothing is left to go on with meanwhile
-            self._folders.wait()
+        if storage_options is not None or not is_local_path(filepath):
+            raise ValueError(
+                f"expected a path of a file system that all ranks share, without storage options, got {filepath}. "
+                "Use save_distributed_checkpoint=False for other places"
+            )
+        state_dict, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", None)
+        path = Path(filepath).expanduser()
+        self._folders.save(path, state_dict, optimizer_states, checkpoint)
+        if not self._runs or self._module.trainer.interrupted or path.name.startswith("hpc_ckpt"):
+            self._folders.wait()  # the process may end, or be requeued, right after
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -392,7 +402,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._folders.wait()
-        path = Path(checkpoint_path)
+        path = Path(checkpoint_path).expanduser()
         self._folder = path if is_sharded_checkpoint(path) else None
         if self._folder is not None:
             return read_meta(self._folder, weights_only=weights_only)

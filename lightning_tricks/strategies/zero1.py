@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tricks._checkpoint_io import AtomicCheckpointIO
+from lightning_tricks._checkpoint_io import with_atomic_files
 from lightning_tricks._lightning import DEFAULT_TIMEOUT, torch_optimizer
 from lightning_tricks._validation import check_timeout
 from lightning_tricks.distributed.faults import explain_
@@ -91,8 +91,7 @@ class ZeRO1Strategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+        self._checkpoint_io = with_atomic_files(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter

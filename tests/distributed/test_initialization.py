@@ -65,13 +65,19 @@ class HalfFilled(nn.Module):
         self.weight = nn.Parameter(torch.empty(3))
         self.register_buffer("positions", torch.arange(3))
         self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("level", torch.zeros(2, dtype=torch.uint8))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
 @pytest.mark.parametrize(
-    ("provided", "missing"), [((), "block.positions, block.scale"), (("block.scale",), "block.positions")]
+    ("provided", "missing"),
+    [
+        ((), "block.positions, block.scale, block.mask, block.level"),
+        (("block.scale", "block.positions", "block.level"), "block.mask"),
+    ],
 )
 def test_what_no_reset_fills_is_an_error(provided, missing: str) -> None:
     with torch.device("meta"):
@@ -95,3 +101,17 @@ def test_a_module_without_a_reset_needs_values_from_elsewhere() -> None:
     one = module()
     Materializer(one, torch.device("cpu"), ["weight"]).fill_("", one)
     assert not one.weight.is_meta
+
+
+class Whole(HalfFilled):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for buffer in (self.positions, self.scale, self.mask, self.level):
+            buffer.zero_()
+
+
+def test_zeros_and_false_are_values() -> None:
+    with torch.device("meta"):
+        module = Whole()
+    fill(module)
+    assert not module.mask.any()

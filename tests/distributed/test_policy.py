@@ -1,5 +1,7 @@
 """The sharding policy, without a process group."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -33,14 +35,14 @@ def test_auto_takes_blocks_and_what_is_as_large() -> None:
 def test_every_parameter_belongs_to_one_unit() -> None:
     for module in (Model(), Tied(), GPT2Module(), LlamaModule()):
         plan = ShardingPolicy().plan(module, 2)
-        held = [name for unit in plan.units for name, _ in unit.parameters] + list(plan.replicated)
+        held = [piece.name for unit in plan.units for piece in unit.parameters] + list(plan.replicated)
         assert sorted(held) == sorted(name for name, _ in module.named_parameters())
 
 
 def test_tied_weights_stay_with_the_root() -> None:
     plan = ShardingPolicy().plan(Tied(), 2)
     assert [unit.name for unit in plan.units] == ["blocks.0", "blocks.1", "blocks.2", ""]
-    assert [name for name, _ in plan.units[-1].parameters] == ["embedding.weight"]
+    assert [piece.name for piece in plan.units[-1].parameters] == ["embedding.weight"]
     assert plan.replicated == ("temperature",)
 
 
@@ -112,14 +114,33 @@ def test_without_a_root_every_child_is_a_unit() -> None:
     units = ShardingPolicy().plan(Model(), 2, root=False).units
     assert [unit.name for unit in units] == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert all(unit.reshards for unit in units)
-    with pytest.raises(ValueError, match=r"got scale, which belongs to Direct itself"):
+    with pytest.raises(ValueError, match=r"got scale, which belongs to no such module of Direct"):
         ShardingPolicy().plan(Direct(), 2, root=False)
+
+    with pytest.raises(ValueError, match=r"got scales.0, which belongs to no such module of InAList"):
+        ShardingPolicy().plan(InAList(), 2, root=False)
 
 
 class Direct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))  # is kept whole, wherever it lies
         self.scale = nn.Parameter(torch.ones(3))
+
+
+class InAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(3)])
+
+
+def test_a_plan_keeps_no_parameter_alive() -> None:
+    model = Model()
+    reference = weakref.ref(model.head.weight)
+    plan = ShardingPolicy().plan(model, 2)
+    model.head.weight = nn.Parameter(torch.zeros(2))
+    assert reference() is None
+    assert plan.units[3].num_parameters == 900
 
 
 def test_nested_units_come_inner_first() -> None:
@@ -132,7 +153,7 @@ def test_nested_units_come_inner_first() -> None:
         "0.a",
         "1",
     ]
-    assert [name for name, _ in plan.units[-2].parameters] == ["0.a.stem.weight", "0.a.stem.bias"]
+    assert [piece.name for piece in plan.units[-2].parameters] == ["0.a.stem.weight", "0.a.stem.bias"]
 
 
 def test_full_precision_modules_are_units_of_their_own() -> None:
@@ -145,10 +166,12 @@ def test_full_precision_modules_are_units_of_their_own() -> None:
 
 @pytest.mark.parametrize("shard_size", [1, 2, 3, 4, 7])
 def test_bytes_of_ranks_are_those_of_the_chunks(shard_size: int) -> None:
-    plan = ShardingPolicy().plan(Model(), shard_size)
+    model = Model()
+    parameters = dict(model.named_parameters())
+    plan = ShardingPolicy().plan(model, shard_size)
     for unit in plan.units:
         for rank in range(shard_size):
-            chunks = [p.chunk(shard_size) for _, p in unit.parameters]
+            chunks = [parameters[piece.name].chunk(shard_size) for piece in unit.parameters]
             expected = sum(4 * c[rank].numel() for c in chunks if rank < len(c))
             assert unit.bytes_of_rank(shard_size, rank) == expected
 

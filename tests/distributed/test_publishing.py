@@ -11,7 +11,8 @@ from lightning_tricks.distributed.publishing import publish, recover, save_file,
 
 def write(path: Path, content: str) -> Path:
     path.mkdir()
-    (path / "part").write_text(content)
+    for name in ("part", "meta.pt", ".metadata"):
+        (path / name).write_text(content)
     return path
 
 
@@ -72,3 +73,10 @@ def test_between_the_renames_the_old_folder_is_found(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     publish(write(scratch_beside(path), "newer"), path)
     assert content(recover(path)) == "newer"
+
+
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    with pytest.raises(IsADirectoryError, match="expected the path of a checkpoint to be free"):
+        save_file({"a": 1}, tmp_path)
+    assert (tmp_path / "precious").read_text() == "data"

@@ -100,10 +100,11 @@ EXPECTED = {
     "groups": r"ValueError: .*got 3 for 2 = world size 2 / replicate size 1",
     "by hand": r"MisconfigurationException: .*already \(fully_shard\)",
     "ddp inside": r"MisconfigurationException: .*already \(DistributedDataParallel\)",
-    "double": r"MisconfigurationException: .*64-true.*parameters x 8 bytes = 2184 bytes",
-    "double plugin": r"MisconfigurationException: .*64-true",
+    "double": r"ValueError: .*64-true.*8 bytes a parameter where 32-true takes 4",
+    "double plugin": r"ValueError: .*64-true",
+    "scaler": r"ValueError: .*loss scaler \(fp16\), got model.temperature without one",
     "ema": r"MisconfigurationException: .*PL#21414.*EMAWeightAveraging",
-    "own parameter": r"ValueError: .*got scale, which belongs to OwnParameter itself",
+    "own parameter": r"ValueError: .*got scale, which belongs to no such module of OwnParameter",
     "early optimizer": r"ValueError: expected SGD to hold the sharded module's parameters, got 14 others",
     "muon": r"ValueError: .*torch's Muon.*zero1",
     "lbfgs": r"ValueError: .*torch's LBFGS.*ddp",
@@ -114,6 +115,7 @@ EXPECTED = {
     "no file": r"FileNotFoundError: .*nowhere.pt",
     "other mesh": r"ValueError: expected a module that was sharded over",
     "other settings": r"ValueError: .*'reshard_after_forward': False.*'reshard_after_forward': True",
+    "other precision": r"ValueError: expected a module that was sharded over .*MixedPrecisionPolicy",
     "built anew": r"ValueError: .*got net.0.linear.weight that is not sharded: it was built anew",
 }
 
@@ -150,4 +152,51 @@ def test_built_by_the_command_line_from_yaml(two_processes, tmp_path) -> None:
 def test_no_rank_holds_the_weights_of_a_file(two_processes, tmp_path) -> None:
     cases.write_wide(str(tmp_path / "weights.pt"))
     for share in two_processes.run(cases.memory_of_loading, str(tmp_path / "weights.pt")):
-        assert 0.5 < share < 0.75  # its half, a block, and what the run itself takes
+        assert share < 0.95  # its half, a block, and what the heap keeps: with the whole it was 1.5
+
+
+@all_strategies
+def test_an_exception_leaves_the_module_and_its_checkpoint_right(strategy: str, two_processes, tmp_path) -> None:
+    two_processes.run(cases.crash, strategy, str(tmp_path))
+
+
+@all_strategies
+def test_gradients_of_an_open_window_do_not_reach_the_next_fit(strategy: str, two_processes) -> None:
+    two_processes.run(cases.second_fit_after_an_open_window, strategy)
+
+
+def test_gradients_of_parameters_kept_whole_are_averaged(two_processes) -> None:
+    two_processes.run(cases.kept_whole)
+
+
+def test_evaluations_see_rank_0s_buffers(two_processes) -> None:
+    first, second = two_processes.run(cases.buffers_of_an_evaluation)
+    assert first == second != 0.0
+
+
+@all_strategies
+def test_hooks_of_optimizers_logs_of_callbacks_and_forwards_outside_of_steps(strategy: str, two_processes) -> None:
+    two_processes.run(cases.odds_and_ends, strategy)
+
+
+def test_no_rank_keeps_the_whole_parameters(two_processes) -> None:
+    assert two_processes.run(cases.forgotten_originals) == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1"])
+def test_lightnings_asynchronous_plugin_saves(strategy: str, two_processes, tmp_path) -> None:
+    two_processes.run(cases.asynchronous_plugin, strategy, str(tmp_path))
+
+
+def test_checkpoints_in_the_wrong_place_or_of_the_wrong_kind(two_processes, tmp_path) -> None:
+    (tmp_path / "precious").write_text("data")
+    for place, folder, kind, weights_only in two_processes.run(cases.places_and_kinds, str(tmp_path)):
+        assert "ValueError: expected a path of a file system that all ranks share" in place
+        assert "IsADirectoryError: expected the path of a checkpoint to be free" in folder
+        assert "consolidate DIR FILE" in kind
+        assert "checkpoint contains only the model" in weights_only
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_batchnorm_born_in_16_bits_becomes_fp32(two_processes) -> None:
+    assert two_processes.run(cases.born_half) == [(torch.float32, torch.bfloat16)] * 2

@@ -7,10 +7,12 @@ from tests.strategy_cases import VARIANTS, expected, trained_weights
 
 ALL = [(variant, optimizer) for variant in VARIANTS for optimizer in ("momentum", "adamw")]
 HALF = [(variant, ("momentum", "adamw")[i % 2]) for i, variant in enumerate(VARIANTS)]
-FEW = [("all at once", "momentum"), ("plain", "adamw")]
+FEW = [("all at once", "momentum"), ("plain", "adamw"), ("GPT-2", "adamw"), ("Llama", "adamw")]
 
 
-@pytest.mark.parametrize(("strategy", "pairs"), [("fsdp2", ALL), ("zero1", ALL), ("zero2", HALF), ("zero3", FEW)])
+@pytest.mark.parametrize(
+    ("strategy", "pairs"), [("fsdp2", ALL), ("zero1", ALL), ("zero2", HALF), ("zero3", FEW), ("fsdp2_offload", FEW)]
+)
 def test_two_processes_equal_one(strategy: str, pairs: list[tuple[str, str]], two_processes) -> None:
     check(two_processes, strategy, pairs)
 

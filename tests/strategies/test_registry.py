@@ -1,7 +1,5 @@
 """The strategy strings."""
 
-import subprocess
-import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -59,15 +57,6 @@ def test_registering_twice_is_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register_(PRESETS)
-
-
-def test_import_registers_the_strings_and_nothing_runs_without_it() -> None:
-    script = (
-        "from lightning.pytorch.strategies import StrategyRegistry as r\n"
-        "before = set(r)\nimport lightning_tricks\nprint(sorted(set(r) - before))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(sorted(preset.name for preset in PRESETS))
 
 
 @pytest.mark.parametrize(

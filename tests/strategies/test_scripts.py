@@ -1,4 +1,4 @@
-"""Several nodes, by torchrun on loopback."""
+"""Scripts as users start them: by Lightning's launcher, and by torchrun on two nodes, on loopback."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
     ]  # fmt: skip
     nodes = [
         subprocess.Popen(
-            [*command, f"--node-rank={rank}", "-m", "tests.two_nodes", "hsdp", str(file)],
+            [*command, f"--node-rank={rank}", "-m", "tests.script", "hsdp", "2", str(file)],
             cwd=Path(__file__).parents[2],
             stdout=subprocess.DEVNULL,
             stderr=(tmp_path / f"{rank}.txt").open("w"),
@@ -35,4 +35,19 @@ def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
     saved = torch.load(file, weights_only=True)
     assert saved["world"] == 4
     assert "replicate=2, data_parallel=2" in saved["mesh"]
+    assert_same(saved["weights"], expected("tied", "momentum"), rtol=0, atol=1e-6)
+
+
+def test_a_script_under_lightnings_launcher(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.script", "fsdp2", "1", str(file)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = torch.load(file, weights_only=True)
+    assert saved["world"] == 2
     assert_same(saved["weights"], expected("tied", "momentum"), rtol=0, atol=1e-6)
