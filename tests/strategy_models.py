@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.models import Block, Net, RankBatches, make_optimizer
 
@@ -81,6 +80,8 @@ class FrozenModule(LanguageModule):
 
 class GPT2Module(LanguageModule):
     def build(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel  # seconds to import, which not every script needs
+
         config = GPT2Config(
             vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=3, n_head=2,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -95,6 +96,8 @@ class LlamaModule(GPT2Module):
     lr = 0.005
 
     def build(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         config = LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
