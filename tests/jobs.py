@@ -23,9 +23,10 @@ class Job:
         for rank in self.ranks:
             rank.start()
 
-    def wait_for_training(self, timeout: float = 60.0) -> None:
+    def wait_for_batches(self, batches: int, timeout: float = 60.0) -> None:
+        """Wait until this run has begun so many batches."""
         deadline = time.monotonic() + timeout
-        while not self.started.exists():
+        while not self.started.exists() or self.started.stat().st_size < batches:
             assert time.monotonic() < deadline, "the job did not begin to train"
             assert any(rank.is_alive() for rank in self.ranks), "the job ended before it trained"
             time.sleep(0.005)

@@ -25,8 +25,15 @@ class Pace(pl.Callback):
     def __init__(self, folder: Path, rank: int, end_at: int | None, hang_at: int | None) -> None:
         self.folder, self.rank, self.end_at, self.hang_at = folder, rank, end_at, hang_at
 
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.rank == 0:
+            with (self.folder / "began").open("a") as file:
+                file.write(f"{trainer.global_step}\n")
+
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        (self.folder / "started").touch()
+        if self.rank == 0:
+            with (self.folder / "started").open("a") as file:
+                file.write(".")
         time.sleep(0.01)
         if self.rank == 1 and trainer.global_step == self.end_at:
             os._exit(3)

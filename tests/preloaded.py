@@ -1,6 +1,6 @@
 """What every rank needs. Imported once, by the server that the ranks are forked from: importing costs seconds."""
 
-import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import tests.behaviour_cases

@@ -75,7 +75,7 @@ def publish(scratch: Path, path: Path) -> None:
         scratch: the file or folder that was written.
         path: where it is to be; what is there is replaced.
     """
-    aside = path.with_name(path.name + ".replaced")
+    aside = _aside(path)
     if path.exists() and (path.is_dir() or scratch.is_dir()):
         remove(aside)
         os.rename(path, aside)
@@ -93,7 +93,7 @@ def recover(path: Path) -> Path:
     Returns:
         `path`, or, where a kill came between the two steps of replacing a folder, the one that was moved aside.
     """
-    aside = path.with_name(path.name + ".replaced")
+    aside = _aside(path)
     return aside if aside.exists() and not path.exists() else path
 
 
@@ -111,6 +111,11 @@ def save_file(content: Any, path: Path, save: Callable[[Any, Any], None] = torch
         file.flush()
         os.fsync(file.fileno())
     publish(scratch, path)
+
+
+def _aside(path: Path) -> Path:
+    """Where a folder goes while another takes its place: with a name that ``ckpt_path="last"`` finds too."""
+    return path.with_name(f"{path.stem}.replaced{path.suffix}")
 
 
 def _sync(folder: Path) -> None:

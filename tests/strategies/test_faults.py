@@ -24,16 +24,25 @@ def finish(folder: Path, **options) -> dict[str, torch.Tensor]:
     return torch.load(folder / "final.pt", weights_only=True)
 
 
+def began(folder: Path) -> list[int]:
+    """The step at which each run of a job began."""
+    return [int(line) for line in (folder / "began").read_text().splitlines()]
+
+
 def test_a_job_killed_at_ten_random_moments_ends_with_the_same_weights(undisturbed, tmp_path: Path) -> None:
     moments = random.Random(0)
     formats = ["fsdp2 folder", "fsdp2 file", "fsdp2 async folder"]
     for attempt in range(10):
         job = Job(tmp_path, strategy=formats[attempt % 3])
-        job.wait_for_training()
-        time.sleep(moments.uniform(0.0, 0.3))
+        job.wait_for_batches(moments.randint(1, 4))
+        time.sleep(moments.uniform(0.0, 0.05))  # into a step, a save, or what lies between
         job.kill()
     assert not (tmp_path / "final.pt").exists()
     assert_same(finish(tmp_path), undisturbed)
+    steps = began(tmp_path)
+    assert len(steps) == 11
+    assert steps == sorted(steps)  # nothing that was saved is lost again
+    assert steps[-1] > 5
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,7 @@ def test_a_kill_inside_of_a_save_loses_nothing(undisturbed, strategy: str, die: 
     assert job.ranks[0].exitcode == -9
     job.kill()
     assert_same(finish(tmp_path, strategy=strategy), undisturbed)
+    assert began(tmp_path) == [0, 2]  # the third save was the one that did not come to its end
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_clear_error(undisturbed, strate
     assert "Rank 0 lost contact with another rank, which has ended or hangs" in error
     assert "The last complete checkpoint resumes" in error
     resumed = finish(tmp_path, strategy=strategy)
+    assert began(tmp_path) == [0, 17]
     if strategy != "zero1":
         assert_same(resumed, undisturbed)
     else:
