@@ -50,10 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "consolidate":
         try:
             consolidate(options.folder, options.file, weights_only=not options.trusted)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             sys.exit(str(error))
         except UnpicklingError as error:
             sys.exit(f"{error}\n\nIf you trust where the folder comes from, add --trusted.")
+        print(f"wrote {options.file}")
     elif options.markdown:
         print(table_in_markdown())
         print()

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torchmetrics
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -453,6 +454,9 @@ def refusals(two: bool) -> dict[str, str]:
         "no reset": error_of(NoReset(on_meta=True)),
         "policy": error_of(Net(), lt.FSDP2Strategy(mp_policy="fsdp")),
         "no file": error_of(Net(), lt.FSDP2Strategy(weights="nowhere.pt")),
+        "dtypes": error_of(HalfLinear()),
+        "sparse": error_of(SparseEmbedding()),
+        "zero1 after fsdp2": error_of(already_trained(), "zero1"),
         "other mesh": error_of(already_trained(), lt.FSDP2Strategy(replicate_size=2)),
         "other settings": error_of(already_trained(), "zero2"),
         "other precision": error_of(already_trained(), lt.FSDP2Strategy(mp_policy="fsdp"), precision="bf16-mixed"),
@@ -844,3 +848,79 @@ def born_half() -> tuple[torch.dtype, torch.dtype]:
     run = strategy_trainer("fsdp2", world_size, max_epochs=1, precision="bf16-true")
     run.fit(module, data_of(module, rank, world_size))
     return module.net[0].norm.running_mean.dtype, module.net[0].linear.weight.dtype
+
+
+class HalfLinear(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].linear.bfloat16()
+
+
+class SparseEmbedding(models.TiedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embedding = nn.Embedding(models.VOCABULARY, 8, sparse=True)
+
+
+class Step(nn.Module):
+    """A block without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def step(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class CalledOtherwise(Net):
+    def __init__(self) -> None:
+        super().__init__(optimizer="momentum")
+        self.steps = nn.ModuleList(Step() for _ in range(3))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        for one in self.steps:
+            x = one.step(x)
+        return (self.net(x) - y).square().mean()
+
+
+def monitored_rates() -> list[str]:
+    rank, world_size = world()
+
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    module, monitor = Scheduled(optimizer="momentum"), LearningRateMonitor()
+    run = strategy_trainer("zero1", world_size, monitor, max_epochs=1, logger=DummyLogger())
+    run.fit(module, data_of(module, rank, world_size))
+    return list(monitor.lrs)
+
+
+class TiedByUse(models.TiedModule):
+    """Its embedding's weight is used outside of the embedding, and is as large as a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.Identity()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.model(tokens), self.model.embedding.weight)
+
+
+class LogsNorms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(pl.utilities.grad_norm(self, 2))
+
+
+def notes_of_errors() -> list[str]:
+    rank, world_size = world()
+    notes = []
+    for module in (TiedByUse(), LogsNorms()):
+        run = strategy_trainer("fsdp2", world_size, max_epochs=1)
+        with pytest.raises(RuntimeError) as caught:
+            run.fit(module, data_of(module, rank, world_size))
+        notes.append(" ".join(getattr(caught.value, "__notes__", [])))
+    return notes

@@ -8,6 +8,7 @@ _LOST = re.compile(
     r"Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL (error|communicator)|remote process"
 )
 _MIXED = re.compile(r"mixed torch\.Tensor and DTensor")
+_UNSUPPORTED = re.compile(r"sharding strategy registered|data is not allocated yet")
 
 
 def explain_(error: BaseException, rank: int) -> None:
@@ -35,4 +36,10 @@ def explain_(error: BaseException, rank: int) -> None:
             "A parameter was used outside of the forward of its sharding unit, so that it was not gathered. In a step, "
             "keep the module that holds it out of the units: FSDP2Strategy(<the blocks alone>). Outside of the steps, "
             "call the module itself, self(...), on every rank"
+        )
+    elif _UNSUPPORTED.search(str(error)):
+        error.add_note(
+            "torch has no such operation for sharded parameters or gradients (DTensors). For the norm of gradients "
+            "list GradientNormClipping, which logs grad/norm; for the whole of a parameter call its full_tensor() on "
+            "every rank"
         )

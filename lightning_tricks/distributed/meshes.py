@@ -31,8 +31,8 @@ def data_parallel_mesh(device_type: str, world_size: int, replicate_size: int = 
     shard_size, rest = divmod(world_size, replicate_size)
     if rest:
         raise ValueError(
-            f"expected `replicate_size` x the ranks of a shard group to be the world size, got {replicate_size} x "
-            f"{world_size / replicate_size:.2f} = {world_size}: `replicate_size` must divide {world_size}"
+            f"expected `replicate_size` x the ranks of a copy to be the world size, got {world_size} ranks / "
+            f"{replicate_size} copies = {world_size / replicate_size:.2f} ranks a copy"
         )
     if replicate_size == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD,))

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -40,12 +41,14 @@ class Piece:
     Args:
         name: in the model.
         shape: of the whole.
-        element_size: bytes of an element.
+        dtype: of its elements.
+        is_trained: whether it requires gradients.
     """
 
     name: str
     shape: tuple[int, ...]
-    element_size: int
+    dtype: torch.dtype
+    is_trained: bool
 
     @property
     def num_elements(self) -> int:
@@ -84,7 +87,7 @@ class ShardingUnit:
             rank: which of these; rank 0 holds no less than any other.
         """
         rows = [_rows_of_rank(piece.shape[0], shard_size, rank) for piece in self.parameters]
-        sizes = [math.prod(piece.shape[1:]) * piece.element_size for piece in self.parameters]
+        sizes = [math.prod(piece.shape[1:]) * piece.dtype.itemsize for piece in self.parameters]
         return sum(count * size for count, size in zip(rows, sizes, strict=True))
 
 
@@ -190,11 +193,13 @@ class ShardingPolicy:
             The plan. The same on every rank for the same model.
 
         Raises:
-            ValueError: a selector matches nothing; units share a parameter; an ignored parameter is trained; without a
-                root, a parameter belongs to no child.
+            ValueError: a selector matches nothing; units share a parameter; a unit's trained parameters differ in
+                dtype; an ignored parameter is trained; without a root, a parameter belongs to no child.
         """
         if shard_size is None:
             shard_size = dist.get_world_size() if dist.is_initialized() else 1
+        if shard_size < 1:
+            raise ValueError(f"expected `shard_size` to be at least 1, got {shard_size}")
         ignored = self._ignored(module)
         chosen = self._chosen(module)
         if not root:
@@ -219,6 +224,8 @@ class ShardingPolicy:
             )
         if root:
             units.append(ShardingUnit("", module, tuple(owned[""]), reshards=False))
+        for unit in units:
+            _refuse_mixed_dtypes(unit)
         scalars = [name for name, one in module.named_parameters() if one.ndim == 0 and id(one) not in ignored]
         left_out = [name for name, one in module.named_parameters() if id(one) in ignored]
         return ShardingPlan(tuple(units), tuple(left_out), tuple(scalars), shard_size)
@@ -243,7 +250,9 @@ class ShardingPolicy:
     def _chosen(self, module: nn.Module) -> dict[str, nn.Module]:
         """The units by name, in the order of registration, without the root."""
         automatic = self.units == "auto"
-        blocks = repeated_blocks(module) if automatic else find_blocks(module, self.units)
+        # A block that is called by another method than its forward would not be gathered for it.
+        repeated = {name: one for name, one in repeated_blocks(module).items() if _has_forward(one)}
+        blocks = repeated if automatic else find_blocks(module, self.units)
         chosen = {name: one for name, one in blocks.items() if _size(one) >= self.min_parameters}
         if not automatic:
             return chosen
@@ -292,6 +301,19 @@ def _without_shared(module: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
         chosen = kept
 
 
+def _refuse_mixed_dtypes(unit: ShardingUnit) -> None:
+    of_dtype: dict[torch.dtype, str] = {}
+    for piece in unit.parameters:
+        if piece.is_trained:
+            of_dtype.setdefault(piece.dtype, piece.name)
+    if len(of_dtype) > 1:
+        found = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in of_dtype.items())
+        raise ValueError(
+            f"expected the trained parameters of a unit to have one dtype, got {found} in unit {unit.name or 'root'}. "
+            "Convert them to one dtype, or name the modules of another dtype as units of their own"
+        )
+
+
 def _refuse_shared(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
     for parameter_name, owners in _owners(module, chosen).values():
         if len(owners) > 1:
@@ -337,7 +359,8 @@ def _divide(module: nn.Module, chosen: dict[str, nn.Module], ignored: set[int]) 
     for parameter in module.parameters():
         name, by_unit = owners[id(parameter)]
         if id(parameter) not in ignored and parameter.ndim > 0:
-            owned[next(iter(by_unit))].append(Piece(name, tuple(parameter.shape), parameter.element_size()))
+            piece = Piece(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            owned[next(iter(by_unit))].append(piece)
     return owned
 
 

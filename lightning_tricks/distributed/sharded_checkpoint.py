@@ -9,6 +9,7 @@ may come in any order.
 **Sharding**: what is held whole by every rank is written by rank 0.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -259,6 +260,12 @@ def consolidate(path: Path, file: Path, *, weights_only: bool = True) -> None:
     Raises:
         FileNotFoundError: no complete checkpoint is there.
     """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        _consolidate(path, file, weights_only)
+
+
+def _consolidate(path: Path, file: Path, weights_only: bool) -> None:
     rest, metadata = read_meta(path, weights_only=weights_only), _metadata(path)
     reader = FileSystemReader(recover(path))
     model = {

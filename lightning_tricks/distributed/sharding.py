@@ -45,6 +45,7 @@ __all__ = [
     "move_unsharded_",
     "refuse_optimizer",
     "refuse_scaler",
+    "refuse_sparse",
     "reset_",
     "reshard_",
     "shard_",
@@ -259,6 +260,23 @@ def broadcast_buffers_(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Raise if a module has sparse gradients, which cannot be reduced into shards.
+
+    Args:
+        module: the model.
+
+    Raises:
+        ValueError: it has an embedding with ``sparse=True``.
+    """
+    for name, one in module.named_modules():
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse and one.weight.requires_grad:
+            raise ValueError(
+                f"expected dense gradients, got the embedding {name} with sparse=True, whose gradient cannot be "
+                'divided. Use sparse=False, or strategy="ddp"'
+            )
 
 
 def refuse_scaler(plan: ShardingPlan) -> None:

@@ -35,7 +35,9 @@ def shard_optimizer_state(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
             "expected an optimizer that steps each parameter by itself, got LBFGS, whose step depends on all of them: "
             'a rank that holds a part of its state would take another step. Use strategy="ddp"'
         )
-    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, _Like(optimizer), **optimizer.defaults)  # type: ignore[arg-type]
+    # Whoever shows the optimizer's name, such as LearningRateMonitor, shows the user's.
+    kind = type(type(optimizer).__name__, (ZeroRedundancyOptimizer,), {})
+    sharded: ZeroRedundancyOptimizer = kind(optimizer.param_groups, _Like(optimizer), **optimizer.defaults)
     vars(sharded).update(_hooks(optimizer))
     optimizer.state.clear()  # what a constructor put there is with the rank that owns it
     return sharded

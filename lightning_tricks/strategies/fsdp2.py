@@ -54,6 +54,7 @@ from lightning_tricks.distributed.sharding import (
     move_unsharded_,
     refuse_optimizer,
     refuse_scaler,
+    refuse_sparse,
     reset_,
     reshard_,
     shard_,
@@ -217,6 +218,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{type(self).__name__} expected no callback that copies the module, which a sharded one cannot be "
                 f"(PL#21414), got {', '.join(copying)}. Drop it"
             )
+        refuse_sparse(self._module)
         how = sharded_by(self._module)
         if how is not None and sharding_of(self._module) is None:
             raise MisconfigurationException(

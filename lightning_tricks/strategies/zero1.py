@@ -15,6 +15,7 @@ from lightning_tricks._checkpoint_io import with_atomic_files
 from lightning_tricks._lightning import DEFAULT_TIMEOUT, torch_optimizer
 from lightning_tricks._validation import check_timeout
 from lightning_tricks.distributed.faults import explain_
+from lightning_tricks.distributed.sharding import sharded_by
 from lightning_tricks.distributed.zero_optimizer import (
     gather_optimizer_state,
     load_optimizer_state_,
@@ -64,6 +65,16 @@ class ZeRO1Strategy(DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        how = None if self.lightning_module is None else sharded_by(self.lightning_module)
+        if how is not None:
+            raise ValueError(
+                f"{type(self).__name__} expected a plain module, got one that is sharded ({how}), as FSDP2Strategy "
+                "leaves it. Build the module anew and load its weights from a checkpoint"
+            )
+        super().setup(trainer)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

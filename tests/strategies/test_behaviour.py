@@ -96,7 +96,7 @@ EXPECTED = {
     "tied": "ValueError: found no 'embedding' in TiedModule; .*Block",
     "tied by glob": r"ValueError: .*model.embedding \(unit model.embedding\) and model.head \(unit root\)",
     "nothing matches": r"ValueError: found no 'encoder.\*' in TiedModule; .*Tied \(1\).*Block \(3\)",
-    "copies": r"ValueError: .*3 x 0.67 = 2: `replicate_size` must divide 2",
+    "copies": r"ValueError: .*2 ranks / 3 copies = 0.67 ranks a copy",
     "groups": r"ValueError: .*got 3 for 2 = world size 2 / replicate size 1",
     "by hand": r"MisconfigurationException: .*already \(fully_shard\)",
     "ddp inside": r"MisconfigurationException: .*already \(DistributedDataParallel\)",
@@ -113,6 +113,9 @@ EXPECTED = {
     "no reset": r"ValueError: .*got none for net.4.scale: no reset_parameters of Scale is there to fill it",
     "policy": r"ValueError: expected precision=\"bf16-mixed\".*got '32-true'",
     "no file": r"FileNotFoundError: .*nowhere.pt",
+    "dtypes": r"ValueError: .*net.0.linear.weight \(bfloat16\), net.0.norm.weight \(float32\) in unit net.0",
+    "sparse": r"ValueError: .*the embedding model.embedding with sparse=True.*ddp",
+    "zero1 after fsdp2": r"ValueError: ZeRO1Strategy expected a plain module, got one that is sharded",
     "other mesh": r"ValueError: expected a module that was sharded over",
     "other settings": r"ValueError: .*'reshard_after_forward': False.*'reshard_after_forward': True",
     "other precision": r"ValueError: expected a module that was sharded over .*MixedPrecisionPolicy",
@@ -200,3 +203,18 @@ def test_checkpoints_in_the_wrong_place_or_of_the_wrong_kind(two_processes, tmp_
 
 def test_batchnorm_born_in_16_bits_becomes_fp32(two_processes) -> None:
     assert two_processes.run(cases.born_half) == [(torch.float32, torch.bfloat16)] * 2
+
+
+def test_blocks_that_are_called_by_another_method_train(two_processes) -> None:
+    two_processes.run(cases.check, cases.CalledOtherwise)
+
+
+def test_the_learning_rate_is_logged_under_the_optimizers_name(two_processes) -> None:
+    for keys in two_processes.run(cases.monitored_rates):
+        assert keys == ["lr-SGD"]
+
+
+def test_errors_of_sharded_tensors_say_what_to_do(two_processes) -> None:
+    for notes in two_processes.run(cases.notes_of_errors):
+        assert "outside of the forward of its sharding unit" in notes[0]
+        assert "GradientNormClipping, which logs grad/norm" in notes[1]
