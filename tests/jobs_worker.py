@@ -16,7 +16,7 @@ import lightning_tricks as lt
 from lightning_tricks.distributed import publishing
 from tests.models import Net, RankBatches, dataset, seeded, trainer, weights
 
-EPOCHS, BATCHES = 4, 10
+EPOCHS, BATCHES = 3, 10
 
 
 class Pace(pl.Callback):

@@ -34,7 +34,7 @@ def test_a_job_killed_at_ten_random_moments_ends_with_the_same_weights(undisturb
     formats = ["fsdp2 folder", "fsdp2 file", "fsdp2 async folder"]
     for attempt in range(10):
         job = Job(tmp_path, strategy=formats[attempt % 3])
-        job.wait_for_batches(moments.randint(1, 4))
+        job.wait_for_batches(moments.randint(1, 3))
         time.sleep(moments.uniform(0.0, 0.05))  # into a step, a save, or what lies between
         job.kill()
     assert not (tmp_path / "final.pt").exists()

@@ -1,5 +1,6 @@
 """Scripts as users start them: by Lightning's launcher, and by torchrun on two nodes, on loopback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,12 @@ import torch
 from tests.models import assert_same
 from tests.pool import free_port
 from tests.strategy_cases import expected
+
+
+def environment() -> dict[str, str]:
+    """Without what earlier tests of this process left for launchers to find, and with a port of its own."""
+    ours = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
+    return {key: value for key, value in os.environ.items() if key not in ours} | {"MASTER_PORT": str(free_port())}
 
 
 def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
@@ -21,6 +28,7 @@ def test_two_nodes_of_two_ranks_by_the_string_hsdp(tmp_path: Path) -> None:
         subprocess.Popen(
             [*command, f"--node-rank={rank}", "-m", "tests.script", "hsdp", "2", str(file)],
             cwd=Path(__file__).parents[2],
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=(tmp_path / f"{rank}.txt").open("w"),
         )
@@ -43,6 +51,7 @@ def test_a_script_under_lightnings_launcher(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.script", "fsdp2", "1", str(file)],
         cwd=Path(__file__).parents[2],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
