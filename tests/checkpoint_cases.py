@@ -59,6 +59,15 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class HalvesTheRate(pl.Callback):
+    """So that a resumed run needs the settings of the saved groups too: its own begin at the full rate."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] *= 0.5
+
+
 def world() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
@@ -77,7 +86,7 @@ def train(
     """Weights after 10 batches."""
     rank, world_size = world()
     module = seeded(lambda: (kind or AnyOptimizer)(optimizer=optimizer), seed)
-    run = strategy_trainer(SAVERS[strategy](), world_size, *callbacks, max_epochs=1, **options)
+    run = strategy_trainer(SAVERS[strategy](), world_size, *callbacks, HalvesTheRate(), max_epochs=1, **options)
     run.fit(module, data_of(module, rank, world_size), ckpt_path=ckpt_path)
     return weights(module)
 
