@@ -51,6 +51,7 @@ __all__ = [
     "shard_",
     "sharded_by",
     "sharding_of",
+    "units_of",
     "without_gradient_sync",
 ]
 
@@ -174,7 +175,7 @@ def reset_(module: nn.Module) -> None:
     Raises:
         ValueError: parts of the module were built anew since it was sharded.
     """
-    for unit in _units(module):
+    for unit in units_of(module):
         state = unit._get_fsdp_state()  # private names of torch 2.13, here and below
         if state._is_root:
             unit.reset_iter_state()
@@ -213,7 +214,7 @@ def reshard_(module: nn.Module) -> None:
     Args:
         module: the model.
     """
-    for unit in _units(module):
+    for unit in units_of(module):
         unit.reshard()
 
 
@@ -345,12 +346,17 @@ def apply_forward_methods(module: nn.Module, names: Collection[str]) -> list[Pat
     return patches
 
 
-def _units(module: nn.Module) -> list[FSDPModule]:
+def units_of(module: nn.Module) -> list[FSDPModule]:
+    """The units of a sharded module, itself among them where it is the root.
+
+    Args:
+        module: the model.
+    """
     return [one for one in module.modules() if isinstance(one, FSDPModule)]
 
 
 def _synchronize(module: nn.Module, synchronizes: bool) -> None:
-    for unit in _units(module):
+    for unit in units_of(module):
         unit.set_requires_gradient_sync(synchronizes, recurse=False)
     if module in _SHARDED:
         _SHARDED[module].synchronizes = synchronizes

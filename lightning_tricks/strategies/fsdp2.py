@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -60,6 +60,7 @@ from lightning_tricks.distributed.sharding import (
     shard_,
     sharded_by,
     sharding_of,
+    units_of,
     without_gradient_sync,
 )
 from lightning_tricks.distributed.weights import FileWeights, FolderWeights
@@ -208,7 +209,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer, self._module)
-            hook = functools.partial(_reshard_after_step, self._module)
+            hook = functools.partial(_reshard_after_step, units_of(self._module))
             self._undo.append(optimizer.register_step_post_hook(hook))
 
     def _refuse_unsupported(self, trainer: pl.Trainer) -> None:
@@ -443,6 +444,7 @@ def _log_whole(log: Callable[..., None], name: str, value: Any, *args: Any, **kw
     log(name, whole(value) if isinstance(value, Tensor) else value, *args, **kwargs)
 
 
-def _reshard_after_step(module: nn.Module, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _reshard_after_step(units: list[FSDPModule], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The shards have moved: whatever a forward without a backward left gathered is out of date."""
-    reshard_(module)
+    for unit in units:
+        unit.reshard()
