@@ -16,7 +16,12 @@ import pytest
 import torch
 import torchmetrics
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -445,6 +450,9 @@ def refusals(two: bool) -> dict[str, str]:
         "double plugin": error_of(Net(), lt.FSDP2Strategy(), plugins=pl.plugins.DoublePrecision()),
         "scaler": error_of(tied(), lt.FSDP2Strategy(), plugins=fp16()),
         "ema": error_of(Net(), "fsdp2", EMAWeightAveraging()),
+        "swa": error_of(Net(), "fsdp2", StochasticWeightAveraging(0.1)),
+        "adafactor": error_of(WithOptimizer("Adafactor")),
+        "rprop": error_of(WithOptimizer("Rprop")),
         "own parameter": error_of(OwnParameter()),
         "early optimizer": error_of(EarlyOptimizer()),
         "muon": error_of(WithOptimizer("Muon")),
@@ -827,6 +835,10 @@ def places_and_kinds(folder: str) -> list[str]:
             again.fit(other, data_of(other, rank, world_size), ckpt_path=f"{folder}/a.ckpt")
         except (ValueError, KeyError) as error:
             errors.append(f"{type(error).__name__}: {error}")
+    initial = Net(optimizer="momentum")
+    strategy = lt.FSDP2Strategy(weights=f"{folder}/a.ckpt")
+    strategy_trainer(strategy, world_size).validate(initial, data_of(initial, rank, world_size), verbose=False)
+    assert_same(weights(initial), weights(module))  # a folder gives initial weights too
     return errors
 
 

@@ -76,8 +76,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Shard parameters, gradients and optimizer state over all ranks; the module does not change.
 
     Each rank holds 1/W of all three. A unit of modules (see `ShardingPolicy`) is gathered for its forward and its
-    backward. fp32 training equals one process on the same global batch up to rounding. Runs on GPUs (NCCL) and CPUs
-    (gloo), under Lightning's launcher, torchrun and SLURM.
+    backward. fp32 training equals one process on the same global batch up to rounding.
 
     Args:
         policy: which modules are units: a `ShardingPolicy`, or what its first argument takes.

@@ -104,6 +104,9 @@ EXPECTED = {
     "double plugin": r"ValueError: .*64-true",
     "scaler": r"ValueError: .*loss scaler \(fp16\), got model.temperature without one",
     "ema": r"MisconfigurationException: .*PL#21414.*EMAWeightAveraging",
+    "swa": r"MisconfigurationException: .*StochasticWeightAveraging",
+    "adafactor": r"ValueError: .*torch's Adafactor.*zero1",
+    "rprop": r"ValueError: .*torch's Rprop.*zero1",
     "own parameter": r"ValueError: .*got scale, which belongs to no such module of OwnParameter",
     "early optimizer": r"ValueError: expected SGD to hold the sharded module's parameters, got 14 others",
     "muon": r"ValueError: .*torch's Muon.*zero1",
@@ -218,3 +221,7 @@ def test_errors_of_sharded_tensors_say_what_to_do(two_processes) -> None:
     for notes in two_processes.run(cases.notes_of_errors):
         assert "outside of the forward of its sharding unit" in notes[0]
         assert "GradientNormClipping, which logs grad/norm" in notes[1]
+
+
+def test_resharding_to_groups_of_two_trains_alike(four_processes) -> None:
+    four_processes.run(cases.check, cases.Net, lt.FSDP2Strategy(reshard_after_forward=2))
