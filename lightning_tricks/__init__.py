@@ -6,11 +6,14 @@ Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zer
 
 from lightning_tricks.callbacks import (
     ActivationCheckpointing,
+    AdaptiveGradientClipping,
     ExactResume,
     GradientNormClipping,
     GradientValueClipping,
     LossScaleMonitor,
+    PercentileGradientClipping,
     WarmupCosineScheduler,
+    ZScoreGradientClipping,
 )
 from lightning_tricks.composition import (
     OptimizerLedger,
@@ -29,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
+    "AdaptiveGradientClipping",
     "ExactResume",
     "FSDP2Strategy",
     "GradientNormClipping",
@@ -36,6 +40,7 @@ __all__ = [
     "LossScaleMonitor",
     "OptimizerLedger",
     "OptimizerStep",
+    "PercentileGradientClipping",
     "ShardingPlan",
     "ShardingPolicy",
     "StepLedger",
@@ -43,6 +48,7 @@ __all__ = [
     "Touches",
     "Trick",
     "WarmupCosineScheduler",
+    "ZScoreGradientClipping",
     "ZeRO1Strategy",
     "current_step",
     "step_ledger",

@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "torch_optimizer",
     "train_batches_per_epoch",
     "turn_off_inference_mode",
+    "unscaled_loss",
     "unscales_by_itself",
     "unsupported_strategy",
     "wrapped_io",
@@ -96,6 +98,13 @@ def loss_scaler(trainer: pl.Trainer) -> Any:
     """The enabled `torch.amp.GradScaler` of the Trainer's precision plugin, None where there is none."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def unscaled_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
+    """The loss that the hooks get, as a scalar before the scaler multiplied it; without waiting for the device."""
+    loss = loss.detach().float().sum()
+    scaler = loss_scaler(trainer)
+    return loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
 
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:

@@ -76,6 +76,35 @@ ROWS = (
         ),
     ),
     Row(
+        "AdaptiveGradientClipping",
+        acting={"clip_factor": 0.01},
+        neutral={"clip_factor": 1e30},
+        refusals=(
+            (_fit(lt.AdaptiveGradientClipping(), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
+            (_fit(lt.AdaptiveGradientClipping(), lt.GradientNormClipping()), r"AdaptiveGradientClipping"),
+            (_fit(lt.AdaptiveGradientClipping(exclude="decoder.*")), r"(?s)decoder.*LayerNorm \(3\)"),
+            (_fit(lt.AdaptiveGradientClipping(exclude="net*")), r"leaves none"),
+        ),
+    ),
+    Row(
+        "ZScoreGradientClipping",
+        acting={"z_threshold": 0.1, "warmup_steps": 1, "max_norm": 0.5},
+        neutral={"z_threshold": 1e9},
+        refusals=(
+            (_fit(lt.ZScoreGradientClipping(), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
+            (_fit(lt.ZScoreGradientClipping(), lt.PercentileGradientClipping()), r"PercentileGradientClipping"),
+        ),
+    ),
+    Row(
+        "PercentileGradientClipping",
+        acting={"percentile": 10, "history_steps": 5, "warmup_steps": 1},
+        neutral={"warmup_steps": 1000},
+        refusals=(
+            (_fit(lt.PercentileGradientClipping(), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
+            (_fit(lt.PercentileGradientClipping(), module=ClipsByItself()), r"configure_gradient_clipping"),
+        ),
+    ),
+    Row(
         "LossScaleMonitor",
         acting={"alarm_after_skips": 3},
         neutral={},

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
+from lightning_tricks.functional.adaptive_clipping import clip_unitwise_
 from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
 from tests.models import Net, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
@@ -59,22 +60,21 @@ def trained(
 
 
 def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -> dict[str, Any]:
-    """Every row of the contract, acting, on the optimizers that the comparison needs; weights by row and optimizer."""
+    """Every row of the contract, acting, by turns with either optimizer; weights and logs by row."""
     rank = torch.distributed.get_rank() if rank is None else rank
     results = {}
-    for row in ROWS:
-        for optimizer in ("momentum", "adamw"):
-            trainer, result = trained(
-                [row.build("acting")],
-                strategy,
-                rank,
-                world_size,
-                net={"optimizer": optimizer},
-                accumulate_grad_batches=3,
-                max_epochs=2,
-            )
-            logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
-            results[row.name, optimizer] = result, logged
+    for number, row in enumerate(ROWS):
+        trainer, result = trained(
+            [row.build("acting")],
+            strategy,
+            rank,
+            world_size,
+            net={"optimizer": ("momentum", "adamw")[number % 2]},
+            accumulate_grad_batches=3,
+            max_epochs=2,
+        )
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        results[row.name] = result, logged
     return results
 
 
@@ -290,3 +290,30 @@ def resumed_on_two_ranks(folder: str) -> tuple[dict[str, torch.Tensor], dict[str
         results.append(weights(module))
         draws.append(float(torch.rand(())))
     return results[0], results[1], draws
+
+
+def unitwise_on_shards() -> list[str]:
+    """Unit-wise clipping of DTensors against that of the whole tensors. What went wrong."""
+    torch.manual_seed(0)
+    line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    cases = [
+        ((5, 3), line, [Shard(0)]),  # rows lie on one rank, unevenly
+        ((5, 4), line, [Shard(1)]),  # rows span both
+        ((5,), line, [Shard(0)]),  # a vector is one unit
+        ((1,), line, [Shard(0)]),  # a rank holds nothing of it
+        ((4, 2, 3), grid, [Replicate(), Shard(1)]),
+        ((4, 2), line, [Replicate()]),
+    ]
+    weights_, gradients, expected = [], [], []
+    for shape, mesh, placements in cases:
+        weight, gradient = torch.randn(shape), torch.randn(shape)
+        weights_.append(distribute_tensor(weight, mesh, placements))
+        gradients.append(distribute_tensor(gradient, mesh, placements))
+        clip_unitwise_([weight], [gradient])
+        expected.append(gradient)
+    clip_unitwise_(weights_, gradients)
+    return [
+        f"{shape} {placements}: {gradient.full_tensor()} instead of {right}"
+        for (shape, _, placements), gradient, right in zip(cases, gradients, expected, strict=True)
+        if not torch.allclose(gradient.full_tensor(), right, rtol=1e-5, atol=1e-8)
+    ]

@@ -1,16 +1,21 @@
 """Layer 2: the techniques as Lightning callbacks, each a thin shell over `functional` and `composition`."""
 
+from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
+from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
 from lightning_tricks.callbacks.random_state import ExactResume
 from lightning_tricks.callbacks.schedules import WarmupCosineScheduler
 
 __all__ = [
     "ActivationCheckpointing",
+    "AdaptiveGradientClipping",
     "ExactResume",
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
+    "PercentileGradientClipping",
     "WarmupCosineScheduler",
+    "ZScoreGradientClipping",
 ]

@@ -21,6 +21,7 @@ from lightning_tricks._lightning import (
     loss_scaler,
     module_overrides,
     set_callbacks,
+    unscaled_loss,
 )
 from lightning_tricks.composition.conflicts import refuse_conflicts, refuse_other_package
 from lightning_tricks.composition.ledger import StepLedger
@@ -107,6 +108,7 @@ class Conductor(Callback):
         self._warned_of_raw_steps = False
         self._window_has_loss = False
         self._batch_has_loss = False
+        self._loss: Tensor | None = None
         self._steps_without_ledger = 0
 
     @property
@@ -147,6 +149,7 @@ class Conductor(Callback):
             self._undo.append(optimizer.register_step_post_hook(functools.partial(_on_torch_stepped, self)))
         self._stepped.clear()
         self._window_has_loss = self._batch_has_loss = False
+        self._loss = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the tricks begin, with all state loaded, and print the table."""
@@ -167,8 +170,11 @@ class Conductor(Callback):
             trick.catch_up(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Note that this window has a loss."""
+        """Note that this window has a loss, and sum it up for those who look at it."""
         self._window_has_loss = self._batch_has_loss = True
+        if any(trick.reads_loss for trick in self.tricks):
+            loss = unscaled_loss(trainer, loss)
+            self._loss = loss if self._loss is None else self._loss + loss
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -178,6 +184,7 @@ class Conductor(Callback):
             has_loss = self._window_has_loss if self.step.scaler is None else self._batch_has_loss
             # In manual optimization several losses may stand for one optimizer: its gradients tell.
             self.step.prepare(has_loss=has_loss or not pl_module.automatic_optimization)
+            self.step.loss, self._loss = self._loss, None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log for all tricks, if the Trainer logs this batch and an optimizer stepped since it last did."""
@@ -212,7 +219,8 @@ class Conductor(Callback):
         return self.step
 
     def abandon_step(self) -> None:
-        """Forget a step that an exception ended."""
+        """Forget a step that an exception ended, and the loss that led to it."""
+        self._loss = None
         if self.step is not None:
             self.step.abandon()
             self.step = None

@@ -5,6 +5,7 @@ optimizer does by touching neither weights nor moments; that needs the host to k
 ``found_inf`` on the device inside of its kernel, the way the loss scaler uses it, so that nobody has to wait.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class OptimizerStep:
 
     Attributes:
         verdict: None while the step runs; afterwards its verdict, or None still where only the device knows it.
+        loss: this rank's loss of the window, unscaled, a scalar on the device; kept where a trick `reads_loss`. In
+            manual optimization the sum of what was backpropagated since the last step of any optimizer, None if
+            nothing was.
+        judged: whether a guard owns the verdict on gradients that are not finite, so that nobody else need look.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, scaler: Any) -> None:
@@ -34,6 +39,9 @@ class OptimizerStep:
         self.optimizer = optimizer
         self.scaler = scaler
         self.verdict: Verdict | None = None
+        self.loss: Tensor | None = None
+        self.judged = False
+        self._measured: dict[Any, Tensor] = {}
         self._fused = unscales_by_itself(optimizer)
         self._moved = False
         self._empty = False
@@ -56,6 +64,18 @@ class OptimizerStep:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of `parameters`."""
         return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def measured(self, measure: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Return ``measure(gradients, *arguments)``, computed once a step, before any clipper.
+
+        Args:
+            measure: a function of a list of tensors, the same object for all who mean the same.
+            arguments: its further arguments, hashable.
+        """
+        key = measure, arguments
+        if key not in self._measured:
+            self._measured[key] = measure(self.gradients(), *arguments)
+        return self._measured[key]
 
     def veto(self, flag: bool | Tensor) -> bool:
         """Leave the step out where `flag` is true: the weights, the moments and the schedules stay as they are.
@@ -106,8 +126,9 @@ class OptimizerStep:
         """
         # An optimizer that evaluates its closure again begins again: what counts is the last look at the gradients.
         self.abandon()
-        self._vetoed_on_host = self._empty = False
+        self._vetoed_on_host = self._empty = self.judged = False
         self._veto = None
+        self._measured.clear()
         if not has_loss or all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
             self._empty = True
             self._drop_gradients()

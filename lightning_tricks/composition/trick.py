@@ -68,6 +68,8 @@ class Trick(Callback):
     """For the table of tricks: what the user gains."""
     costs: ClassVar[str] = ""
     """For the table of tricks: what it takes."""
+    reads_loss: ClassVar[bool] = False
+    """Whether it looks at `OptimizerStep.loss`, which is summed up for nobody else."""
 
     @property
     def scope(self) -> frozenset[int] | None:

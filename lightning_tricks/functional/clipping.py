@@ -84,12 +84,12 @@ def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor
     return total
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return min(1, max_norm / (norm + 1e-6)), the factor that clipping by norm scales gradients with.
 
     Args:
         norm: the norm before clipping, a scalar.
-        max_norm: the threshold, not negative; `math.inf` gives 1.
+        max_norm: the threshold, not negative, a number or a scalar on the norm's device; inf gives 1.
 
     Returns:
         A scalar in [0, 1] of the norm's dtype and device; nan where the norm is nan.
@@ -98,12 +98,12 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
         >>> clip_coefficient(torch.tensor(2.0), max_norm=1.0)
         tensor(0.5000)
     """
-    if math.isinf(max_norm):
+    if not isinstance(max_norm, Tensor) and math.isinf(max_norm):
         return torch.ones_like(norm)
     return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
 
-def exceeds(norm: Tensor, max_norm: float) -> Tensor:
+def exceeds(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return 1 where clipping by norm changes the gradients, 0 where it leaves them alone.
 
     Args:
@@ -163,12 +163,12 @@ def is_nonfinite(norm: Tensor) -> Tensor:
     return ~torch.isfinite(norm)
 
 
-def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> Tensor:
+def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor, norm: Tensor) -> Tensor:
     """Scale the gradients in place so that their norm is at most `max_norm`.
 
     Args:
         gradients: as for `gradient_norm`.
-        max_norm: the threshold, not negative; `math.inf` changes nothing.
+        max_norm: the threshold, not negative, a number or a scalar on the norm's device; inf changes nothing.
         norm: the norm that `gradient_norm` gave for the same gradients.
 
     Returns:
@@ -181,7 +181,7 @@ def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) ->
         tensor([0.6000, 0.8000])
     """
     coefficient = clip_coefficient(norm, max_norm)
-    if not math.isinf(max_norm):
+    if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
         for local in _by_device(gradients):
             torch._foreach_mul_(local, coefficient.to(local[0].device))
     return coefficient
