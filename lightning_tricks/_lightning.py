@@ -32,6 +32,7 @@ __all__ = [
     "accumulates",
     "add_scheduler",
     "attach_logging",
+    "batch_index",
     "callbacks_of",
     "callbacks_that_copy_the_module",
     "has_persistent_workers",
@@ -161,6 +162,11 @@ def train_batches_per_epoch(trainer: pl.Trainer) -> float:
     Asked earlier, Lightning would set the data up before it has loaded the loader's position from a checkpoint.
     """
     return trainer.num_training_batches
+
+
+def batch_index(trainer: pl.Trainer) -> int:
+    """The index of the current training batch in its epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
 
 
 ResumePoint = Literal["after fit", "inside epoch", "after last batch", "after validation", "after epoch"]

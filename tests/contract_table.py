@@ -54,6 +54,13 @@ class SchedulesByItself(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class LbfgsNet(Net):
+    def configure_optimizers(self) -> Any:
+        import torch
+
+        return torch.optim.LBFGS(self.parameters())
+
+
 ROWS = (
     Row(
         "GradientNormClipping",
@@ -102,6 +109,26 @@ ROWS = (
         refusals=(
             (_fit(lt.PercentileGradientClipping(), gradient_clip_val=1.0), r"gradient_clip_val=1.0"),
             (_fit(lt.PercentileGradientClipping(), module=ClipsByItself()), r"configure_gradient_clipping"),
+        ),
+    ),
+    Row(
+        "NonFiniteGuard",
+        acting={"max_consecutive": 3},
+        neutral={},
+        same_weights=True,  # there is nothing to leave out
+        refusals=(
+            (_fit(lt.NonFiniteGuard(), lt.NonFiniteGuard("stop")), r"NonFiniteGuard"),
+            (_fit(lt.NonFiniteGuard(), module=LbfgsNet()), r"LBFGS"),
+        ),
+    ),
+    Row(
+        "LossSpikeGuard",
+        acting={"z_threshold": 0.2, "window_steps": 4, "warmup_steps": 2},
+        neutral={"z_threshold": 1e9},
+        refusals=(
+            (_fit(lt.LossSpikeGuard(), lt.LossSpikeGuard("warn")), r"LossSpikeGuard"),
+            (_fit(lt.LossSpikeGuard(), module=LbfgsNet()), r"LBFGS"),
+            (_fit(lt.LossSpikeGuard(events_path="/")), r"the folder"),
         ),
     ),
     Row(

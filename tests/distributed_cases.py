@@ -3,6 +3,7 @@
 import copy
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,14 +12,15 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.functional.adaptive_clipping import clip_unitwise_
 from lightning_tricks.functional.clipping import clip_by_norm_, count_exceeding, gradient_norm, nonfinite_names
 from tests.contract_table import ROWS
-from tests.models import Net, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
+from tests.guard_models import Poisoned, steady_data
+from tests.models import Net, RankBatches, TwoOptimizers, dataset, fit, fp16, rank_loader, seeded, weights
 from tests.models import trainer as quiet_trainer
 
 
@@ -317,3 +319,42 @@ def unitwise_on_shards() -> list[str]:
         for (shape, _, placements), gradient, right in zip(cases, gradients, expected, strict=True)
         if not torch.allclose(gradient.full_tensor(), right, rtol=1e-5, atol=1e-8)
     ]
+
+
+def guard_runs() -> dict[tuple[str, str, bool], dict[str, Any]]:
+    """What guards made of runs in which one rank of two has bad batches, by strategy, guard and fused optimizer."""
+    quick = {"z_threshold": 50.0, "window_steps": 16, "warmup_steps": 8}
+    guards = {
+        "NonFiniteGuard": (lt.NonFiniteGuard, {3: "nan"}, (19, 0, 1, 0)),
+        "skip": (lambda: lt.LossSpikeGuard(**quick), {3: "nan", 12: "spike"}, (18, 0, 2, 0)),
+        "rollback": (
+            lambda: lt.LossSpikeGuard("rollback", snapshot_every_steps=5, **quick),
+            {12: "spike"},
+            (17, 0, 0, 1),
+        ),
+    }
+    rank = torch.distributed.get_rank()
+    found = {}
+    with TemporaryDirectory() as folder:
+        for strategy in ("ddp", "zero1", "fsdp2"):
+            for name, (guard, poison, expected) in guards.items():
+                for fused in (False, True):
+                    module = seeded(lambda poison=poison, fused=fused: Poisoned(poison, rank=1, fused=fused))
+                    whole = steady_data(20).dataset
+                    trainer = fit(
+                        module,
+                        guard(),
+                        data=DataLoader(whole, batch_sampler=RankBatches(160, 8, rank, 2)),
+                        strategy=strategy,
+                        devices=2,
+                        use_distributed_sampler=False,
+                        default_root_dir=folder,
+                    )
+                    ledger = lt.step_ledger(trainer)[0]
+                    found[strategy, name, fused] = {
+                        "counts": (ledger.applied, ledger.skipped_overflow, ledger.skipped_guard, ledger.rolled_back),
+                        "expected": expected,
+                        "finite": all(bool(torch.isfinite(one).all()) for one in weights(module).values()),
+                        "sum": float(sum(one.double().sum() for one in weights(module).values())),
+                    }
+    return found

@@ -14,7 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
 from lightning_tricks.distributed import publishing
-from tests.models import Net, RankBatches, dataset, seeded, trainer, weights
+from tests.guard_models import Poisoned
+from tests.models import RankBatches, dataset, seeded, trainer, weights
 
 EPOCHS, BATCHES = 3, 10
 
@@ -102,14 +103,17 @@ def train(
     end_at: int | None = None,
     hang_at: int | None = None,
     die: str | None = None,
+    poisoned: bool = False,
 ) -> None:
     if die is not None and rank == 0:
         die_in_publish(die)
-    module = seeded(lambda: Net(dropout=0.3, optimizer="momentum"))
-    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)
+    poison = {4: "nan", 11: "spike", 17: "inf", 23: "spike"} if poisoned else {}
+    guards = [lt.LossSpikeGuard(z_threshold=50.0, window_steps=16, warmup_steps=8)] if poisoned else []
+    module = seeded(lambda: Poisoned(poison, rank=1, dropout=0.3, optimizer="momentum"))
+    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=3 if poisoned else 1)
     data = StatefulDataLoader(dataset(80), batch_sampler=RankBatches(80, 8, rank, 2))
     run = trainer(
-        lt.ExactResume(), Pace(folder, rank, end_at, hang_at), checkpoints,
+        *guards, lt.ExactResume(), Pace(folder, rank, end_at, hang_at), checkpoints, default_root_dir=folder,
         strategy=strategy_of(strategy, timeout), devices=2, max_epochs=EPOCHS, use_distributed_sampler=False,
         enable_checkpointing=True,
     )  # fmt: skip

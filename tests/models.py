@@ -1,5 +1,6 @@
 """Modules, data and a quiet Trainer for the tests. The modules know nothing of lightning_tricks."""
 
+import tempfile
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
@@ -174,8 +175,12 @@ def fp16(init_scale: float = 2.0**8, **options) -> MixedPrecision:
     return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
 
+SCRATCH = tempfile.TemporaryDirectory(prefix="lightning_tricks_tests")  # for what nobody looks at
+
+
 def trainer(*callbacks: pl.Callback, **options) -> pl.Trainer:
     defaults = {
+        "default_root_dir": SCRATCH.name,
         "accelerator": "cpu",
         "devices": 1,
         "logger": False,

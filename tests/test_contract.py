@@ -41,7 +41,7 @@ MODES = {
     "fp16": (Net, {"plugins": lambda: fp16(2.0**18)}),
     "fp16 fused": (lambda **o: Net(fused=True, **o), {"plugins": lambda: fp16(2.0**18)}),
     "fused": (lambda **o: Net(fused=True, **o), {}),
-    "accumulation 3": (Net, {"accumulate_grad_batches": 3}),
+    "accumulation 3": (Net, {"accumulate_grad_batches": 3, "max_epochs": 3}),
     "fp16 accumulation 3": (Net, {"accumulate_grad_batches": 3, "max_epochs": 3, "plugins": lambda: fp16(2.0**18)}),
     "fp16 fused accumulation 3": (
         lambda **o: Net(fused=True, **o),
@@ -221,7 +221,7 @@ def test_callback_and_module_pickle_and_copy(row: Row) -> None:
         pickle.loads(pickle.dumps(made))
         pickle.loads(pickle.dumps(run.callbacks))
         copy.deepcopy(module.net)
-        assert lt.step_ledger(run)[0].applied == 7
+        assert lt.step_ledger(run)[0].total == 7
 
 
 @rows
@@ -231,7 +231,7 @@ def test_second_fit_goes_on(row: Row) -> None:
     run.fit_loop.max_epochs = 2
     run.fit(module, loader())
     assert run.global_step == 14
-    assert lt.step_ledger(run)[0].applied == 14
+    assert lt.step_ledger(run)[0].total == 14
     assert sum(type(callback).__name__ == row.name for callback in run.callbacks) == 1
 
 
@@ -252,7 +252,7 @@ def test_fast_dev_run_and_sanity_check(row: Row) -> None:
     trainer(row.build("acting"), fast_dev_run=True).fit(Net(), loader(), loader())
     run = trainer(row.build("acting"), num_sanity_val_steps=2)
     run.fit(Net(), loader(), loader())
-    assert lt.step_ledger(run)[0].applied == 7
+    assert lt.step_ledger(run)[0].total == 7
 
 
 @rows
@@ -279,6 +279,7 @@ def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
         "trainer": {
             "callbacks": [{"class_path": f"lightning_tricks.{row.name}", "init_args": row.acting}],
             "max_epochs": 1,
+            "default_root_dir": str(tmp_path),
             "log_every_n_steps": 1,
             "accelerator": "cpu",
             "logger": False,
@@ -290,7 +291,7 @@ def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     cli = LightningCLI(WithData, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None)
     cli.trainer.fit(cli.model)
-    assert lt.step_ledger(cli.trainer)[0].applied == 7
+    assert lt.step_ledger(cli.trainer)[0].total == 7
     assert cli.trainer.callback_metrics.keys() == fit(Net(), row.build("acting")).callback_metrics.keys()
 
 

@@ -3,6 +3,7 @@
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
+from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
 from lightning_tricks.callbacks.random_state import ExactResume
@@ -15,6 +16,8 @@ __all__ = [
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
+    "LossSpikeGuard",
+    "NonFiniteGuard",
     "PercentileGradientClipping",
     "WarmupCosineScheduler",
     "ZScoreGradientClipping",

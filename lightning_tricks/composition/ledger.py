@@ -36,6 +36,7 @@ class OptimizerLedger:
     def __init__(self) -> None:
         self._counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
         self._last: Verdict | None = None
+        self._rolled_back = 0
         # Of steps that only the device knows: how many per verdict, and the index of the last one's verdict.
         self._unread: Tensor | None = None
         self._unread_last: Tensor | None = None
@@ -59,6 +60,11 @@ class OptimizerLedger:
     def skipped_empty(self) -> int:
         """Steps without a loss."""
         return self._read()["skipped_empty"]
+
+    @property
+    def rolled_back(self) -> int:
+        """How often a trick went back to an earlier state; the steps since then are not counted any more."""
+        return self._rolled_back
 
     @property
     def skipped(self) -> int:
@@ -108,7 +114,7 @@ class OptimizerLedger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the last verdict, as plain values."""
-        return {**self._read(), "last": self.last}
+        return {**self._read(), "last": self.last, "rolled_back": self._rolled_back}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take counts over from a checkpoint.
@@ -119,6 +125,17 @@ class OptimizerLedger:
         self._unread = self._unread_last = None
         self._counts = {verdict: int(state[verdict]) for verdict in VERDICTS}
         self._last = state["last"]
+        self._rolled_back = int(state.get("rolled_back", 0))  # not there in checkpoints before it was counted
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Go back to earlier counts, since the run did, and count that.
+
+        Args:
+            state: what `state_dict` returned then.
+        """
+        rolled_back = self._rolled_back + 1
+        self.load_state_dict(state)
+        self._rolled_back = rolled_back
 
     def _read(self) -> dict[str, int]:
         if self._unread is not None:

@@ -11,6 +11,7 @@ import lightning_tricks as lt
 from tests.distributed_cases import BY_HAND, logged_norms
 from tests.models import FixedGradients, Net, TwoOptimizers, assert_same, fit, fp16, seeded, weights
 from tests.models import trainer as quiet_trainer
+from tests.reads import count_reads
 
 NAN, INF = float("nan"), float("inf")
 
@@ -261,15 +262,7 @@ def test_fp16_fused_and_unfused_give_the_same_weights(fused: bool) -> None:
 
 def test_no_sync_where_none_is_promised(monkeypatch) -> None:
     """Between logged steps nothing reads a tensor's value, but for the one scalar of a veto on a plain optimizer."""
-    reads: list[str] = []
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
-        original = getattr(torch.Tensor, name)
-
-        def counting(self, *args, name=name, original=original):
-            reads.append(name)
-            return original(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counting)
+    reads = count_reads(monkeypatch)
 
     def reads_of_a_run(*callbacks, fused: bool = False, plugins=None) -> int:
         module = FixedGradients([[3.0]] * 8, fused=fused)

@@ -1,5 +1,6 @@
 """Ranks and jobs that die: what is lost is time."""
 
+import json
 import random
 import time
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_a_job_killed_at_ten_random_moments_ends_with_the_same_weights(undisturb
     assert len(steps) == 11
     assert steps == sorted(steps)  # nothing that was saved is lost again
     assert steps[-1] > 5
+
+
+def test_a_guarded_job_killed_at_random_moments_leaves_the_same_batches_out(tmp_path: Path) -> None:
+    """Four of its thirty batches are bad, on one rank; it saves every third step."""
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed.mkdir(), killed.mkdir()
+    expected = finish(undisturbed, poisoned=True)
+    moments = random.Random(1)
+    for _ in range(4):
+        job = Job(killed, strategy="fsdp2 file", poisoned=True)
+        job.wait_for_batches(moments.randint(6, 9))
+        job.kill()
+    assert_same(finish(killed, poisoned=True), expected)
+    assert began(killed)[-1] > 10
+    bad = [left_out(folder) for folder in (undisturbed, killed)]
+    assert set(bad[0]) == set(bad[1]) == {(0, 4), (1, 1), (1, 7), (2, 3)}
+
+
+def left_out(folder: Path) -> list[tuple[int, int]]:
+    events = map(json.loads, (folder / "guard_events.jsonl").read_text().splitlines())
+    return [(event["epoch"], event["batch_idx"]) for event in events]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,275 @@
+"""What the guards share: judging a step before it is taken, vetoing it, and an account of what was left out."""
+
+import uuid
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_tricks._lightning import batch_index
+from lightning_tricks.composition import OptimizerStep, Touches, Trick, current_step
+from lightning_tricks.composition.event_log import append_event, read_events
+from lightning_tricks.functional.clipping import gradient_norm
+
+__all__ = ["Guard", "Judgement"]
+
+_MOST_UNREAD = 128
+EVENTS_FILE = "guard_events.jsonl"
+
+
+@dataclass
+class Judgement:
+    """What a guard made of one step.
+
+    Args:
+        place: where in the run: the optimizer, the step, the epoch and the batch.
+        values: loss and gradient norm, float32, on the device; the loss is nan where there was none.
+        thresholds: what they were compared with; nan for nothing.
+        bad: a boolean scalar.
+        named: whether an earlier run had left this batch out, so that nothing was judged.
+        vetoed: whether the host knows that this guard left the step out.
+    """
+
+    place: dict[str, int]
+    values: Tensor
+    thresholds: Tensor
+    bad: Tensor
+    named: bool = False
+    vetoed: bool = False
+
+
+class Guard(Trick):
+    """A trick that may veto a step.
+
+    A plain optimizer's step is vetoed on the host, at one scalar read a step. A fused optimizer's is vetoed on the
+    device with ``action="skip"``; what became of it is read when the Trainer logs, and so is its event written.
+
+    Args:
+        action: what to do about a bad step.
+        max_consecutive: how many steps in a row may be bad.
+        events_path: the log of events, None for the Trainer's log folder.
+    """
+
+    touches = Touches.STEP
+    reads_loss = True
+
+    def __init__(self, action: str, max_consecutive: int, events_path: str | Path | None) -> None:
+        self.action = action
+        self.max_consecutive = max_consecutive
+        self.events_path = events_path
+        self.reset()
+
+    @abstractmethod
+    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whether a step of this loss and norm is bad, and the thresholds of the two, all on the device."""
+
+    def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
+        """Do what the action asks for besides leaving the step out; for actions that are taken at once."""
+
+    def _learn(self, step: OptimizerStep, judgement: Judgement) -> None:
+        """Take in what became of a step."""
+
+    @override
+    def reset(self) -> None:
+        self.num_events = 0
+        self._consecutive: dict[int, int] = {}
+        self._judged: dict[int, Judgement] = {}
+        self._unread: list[tuple[Judgement, bool | Tensor, bool | Tensor]] = []
+        self._latest: deque[str] = deque(maxlen=5)
+        self._named: set[tuple[int, int, int]] = set()
+        self._run = ""
+        self._paths: list[str] = []
+        self._warned = False
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, LBFGS) and self.action not in ("raise", "warn"):
+                raise ValueError(
+                    f"expected an action that leaves no step out for LBFGS, got {self.action!r}: it moves the weights "
+                    f"within a step. Drop {type(self).__name__}, or take another optimizer"
+                )
+        if self.events_path is not None and Path(self.events_path).is_dir():
+            raise ValueError(f"expected `events_path` to be a file, got the folder {str(self.events_path)!r}")
+
+    @override
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        folder = trainer.log_dir or trainer.default_root_dir  # on every rank: it is a collective
+        path = str(self.events_path or Path(folder) / EVENTS_FILE)
+        resumed = bool(self._run)
+        events = [one for where in {*self._paths, path} for one in read_events(Path(where))] if resumed else []
+        named = [
+            (one["optimizer"], one["epoch"], one["batch_idx"])
+            for one in events
+            if one.get("run") == self._run and one["guard"] == type(self).__name__ and one["verdict"] != "applied"
+        ]
+        # Only rank 0 writes, perhaps where only it can read.
+        self._run, named = trainer.strategy.broadcast((self._run or uuid.uuid4().hex, named))
+        self._named = {(optimizer, epoch, batch) for optimizer, epoch, batch in named}
+        self._paths = list(dict.fromkeys([*self._paths, path]))
+
+    # Each step
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        step = current_step(trainer, optimizer)
+        if not step.parameters():
+            return
+        norm = step.measured(gradient_norm, 2.0)
+        values = torch.stack([self._loss_of_all_ranks(trainer, step, norm), norm.float()])
+        bad, thresholds = self._judge(trainer, step, values)
+        if step.scaler is not None:  # an overflow is the scaler's to skip
+            bad = bad & torch.isfinite(norm)
+        place = {
+            "optimizer": step.index,
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "batch_idx": batch_index(trainer),
+        }
+        named = (step.index, place["epoch"], place["batch_idx"]) in self._named
+        self._judged[step.index] = judgement = Judgement(place, values, thresholds, bad, named)
+        step.judged = step.judged or self.action != "warn"
+        if named:
+            step.veto(True)
+        elif self.action == "skip":
+            judgement.vetoed = step.veto(bad)
+        elif self.action != "warn" and bool(bad):
+            self._act(trainer, pl_module, step, judgement)
+            judgement.vetoed = step.veto(True)
+
+    def _loss_of_all_ranks(self, trainer: pl.Trainer, step: OptimizerStep, norm: Tensor) -> Tensor:
+        """The mean over ranks, nan where any rank's is."""
+        if step.loss is None:
+            return torch.full_like(norm, torch.nan, dtype=torch.float32)
+        loss: Tensor = trainer.strategy.reduce(step.loss.clone(), reduce_op="mean")
+        return loss.to(norm.device, torch.float32)
+
+    @override
+    def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
+        judgement = self._judged.pop(step.index, None)
+        if judgement is None:
+            return
+        self._learn(step, judgement)
+        if judgement.named:
+            self.num_events += 1
+            self._consecutive[step.index] = self._consecutive.get(step.index, 0) + 1
+        elif step.verdict is None or self.action == "warn":
+            self._unread.append((judgement, step.applied, step.overflowed))
+            if len(self._unread) >= _MOST_UNREAD:
+                self._read(trainer)
+        elif judgement.vetoed:
+            self._record(trainer, judgement, judgement.values.tolist(), judgement.thresholds.tolist())
+        elif step.verdict == "applied":
+            self._consecutive[step.index] = 0
+        self._refuse_endless()
+
+    def _refuse_endless(self) -> None:
+        """Raise if too many of the last steps were bad."""
+        most = max(self._consecutive.values(), default=0)
+        if most > self.max_consecutive and self.action != "warn":
+            raise RuntimeError(self._report(f"{most} steps in a row were bad"))
+
+    def _read(self, trainer: pl.Trainer) -> None:
+        """Find out what became of the steps that only the device knew of: one transfer for all of them."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        rows = []
+        for one, *known in unread:
+            flags = torch.stack([torch.as_tensor(flag, device=one.bad.device) > 0 for flag in (one.bad, *known)])
+            rows.append(torch.cat([one.values, one.thresholds, flags.float()]))
+        read = torch.stack(rows).tolist()
+        for (judgement, *_), (loss, norm, *thresholds, bad, applied, overflowed) in zip(unread, read, strict=True):
+            if bad and not overflowed:
+                self._record(trainer, judgement, [loss, norm], thresholds)
+            elif applied:
+                self._consecutive[judgement.place["optimizer"]] = 0
+
+    def _record(self, trainer: pl.Trainer, judgement: Judgement, values: list[float], thresholds: list[float]) -> None:
+        """Count an event, write it down, and tell of the first."""
+        loss, norm = values
+        exceeded = next((i for i in range(2) if values[i] > thresholds[i]), None)
+        verdict = {"warn": "applied", "rollback": "rolled_back"}.get(self.action, "skipped_guard")
+        event = {
+            "run": self._run,
+            "guard": type(self).__name__,
+            **judgement.place,
+            "loss": loss,
+            "norm": norm,
+            "threshold": None if exceeded is None else thresholds[exceeded],
+            "exceeded": "finite" if exceeded is None else ("loss", "norm")[exceeded],
+            "verdict": verdict,
+            "action": self.action,
+        }
+        if trainer.is_global_zero:
+            append_event(Path(self._paths[-1]), event)
+        limit = "" if exceeded is None else f", above {('loss', 'norm')[exceeded]} {thresholds[exceeded]:.4g}"
+        text = (
+            f"step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}, optimizer "
+            f"{event['optimizer']}): loss {loss:.4g}, gradient norm {norm:.4g}{limit}"
+        )
+        self.num_events += 1
+        self._latest.append(text)
+        if self.action == "warn" or not self._warned:
+            self._warned = True
+            done = {"warn": "taken all the same", "rollback": "left out, and the run goes back"}
+            rank_zero_warn(
+                f"{type(self).__name__}: {text}. The step is {done.get(self.action, 'left out')}. All events are in "
+                f"{self._paths[-1]}."
+            )
+        index = judgement.place["optimizer"]
+        self._consecutive[index] = self._consecutive.get(index, 0) + 1
+
+    def _report(self, what: str) -> str:
+        events = "\n".join(f"  {one}" for one in self._latest)
+        return (
+            f"{type(self).__name__}: {what}, so that leaving out more would not help. The weights are as before the "
+            f"first of them. The last events:\n{events}\nLower the learning rate or lengthen the warmup, look at these "
+            f"batches, or resume from an earlier checkpoint; all events are in {self._paths[-1]}."
+        )
+
+    # What is shown and saved
+
+    @override
+    def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
+        self._read(trainer)
+        self._refuse_endless()
+        return {}
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, torch.AcceleratorError):  # nothing can be read from the device then
+            self._read(trainer)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._read(trainer)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        consecutive = dict(self._consecutive)
+        return {"run": self._run, "paths": self._paths, "consecutive": consecutive, "num_events": self.num_events}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._run = state_dict["run"]
+        self._paths = list(state_dict["paths"])
+        self._consecutive = dict(state_dict["consecutive"])
+        self.num_events = state_dict["num_events"]

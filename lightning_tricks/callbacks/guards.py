@@ -1,0 +1,324 @@
+"""Guards: they judge a step before it is taken, and keep one that would do harm from the weights."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks._guard import Guard, Judgement
+from lightning_tricks._lightning import callbacks_of
+from lightning_tricks._rollback import lower_rates, restore_rates_, restore_run_, take_snapshot
+from lightning_tricks._validation import check_choice, check_int, check_number
+from lightning_tricks.composition import OptimizerStep, Summary, current_step, step_ledger
+from lightning_tricks.composition.trick import key_of
+from lightning_tricks.functional.clipping import nonfinite_names
+from lightning_tricks.functional.guards import SpikeWindow
+from lightning_tricks.functional.snapshots import SnapshotRing
+
+__all__ = ["LossSpikeGuard", "NonFiniteGuard"]
+
+
+class NonFiniteGuard(Guard):
+    """Leave out steps whose loss or gradient norm is inf or nan, on whichever rank, before they harm the weights.
+
+    Beside a clipper the guard owns the verdict. What a loss scaler overflows on is the scaler's to skip and does not
+    count here. A run that is resumed leaves out what its log of events, ``guard_events.jsonl`` in the Trainer's log
+    folder, names; that takes the same batches, so a stateful loader and `ExactResume`.
+
+    Logs ``guard/nonfinite``, how many steps of the run were not finite.
+
+    Args:
+        action: ``"skip"`` leaves the step out, ``"raise"`` raises and names the parameters, ``"stop"`` leaves it out
+            and ends the fit.
+        max_consecutive: how many steps in a row may be left out; one more raises, with a report. 1 or more.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; LBFGS with an action that leaves a step
+            out (at the start of fit).
+        RuntimeError: in training, with ``action="raise"``, or after too many steps in a row.
+
+    Cost:
+        The norm of the gradients, which a clipper in the list shares; with several processes one scalar all-reduce a
+        step; one scalar read a step, and none with ``action="skip"`` and a fused optimizer.
+
+    Example:
+        >>> from lightning_tricks import NonFiniteGuard
+        >>> guard = NonFiniteGuard("stop")
+    """
+
+    job = "guard against steps that are not finite"
+    buys = "no weight is ever nan: a bad step is left out, counted and logged"
+    costs = "the gradient norm, one scalar read a step (none with a fused optimizer)"
+
+    def __init__(self, action: Literal["skip", "raise", "stop"] = "skip", *, max_consecutive: int = 10) -> None:
+        check_choice("action", action, ("skip", "raise", "stop"))
+        super().__init__(action, check_int("max_consecutive", max_consecutive, minimum=1), None)
+
+    @override
+    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
+        return _is_nonfinite(step, values), torch.full_like(values, torch.nan)
+
+    @override
+    def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
+        if self.action == "stop":
+            trainer.should_stop = True
+            return
+        loss, norm = judgement.values.tolist()
+        names = {id(one): name for name, one in module.named_parameters()}
+        gradients = [(names.get(id(one), "a parameter outside of the module"), one.grad) for one in step.parameters()]
+        culprits = ", ".join(nonfinite_names([(name, one) for name, one in gradients if one is not None])) or "none"
+        raise RuntimeError(
+            f"expected a finite loss and gradient norm, got {loss} and {norm} at epoch {judgement.place['epoch']}, "
+            f"batch {judgement.place['batch_idx']}; gradients that are not finite: {culprits}. The weights are as "
+            'before this step. Look at this batch, or let NonFiniteGuard("skip") leave such steps out.'
+        )
+
+    @override
+    def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
+        super().metrics(trainer, stepped)
+        return {"guard/nonfinite": float(self.num_events)}
+
+    @override
+    def summary(self, trainer: pl.Trainer) -> Summary:
+        named = f"; {len(self._named)} batch(es) named by an earlier run are left out" if self._named else ""
+        return Summary(f"{self.action} on inf or nan, at most {self.max_consecutive} in a row{named}")
+
+
+class LossSpikeGuard(Guard):
+    """Leave out steps whose loss or gradient norm spikes, before they harm the weights, or go back to before them.
+
+    A step is judged by the loss (the mean over a window's micro-batches and over ranks) and the gradient norm, against
+    the median and the median absolute deviation of applied steps. Steps that are not finite are bad as well, unless a
+    `NonFiniteGuard` is listed beside. More than 10 bad ones in a row, or 10 rollbacks to one snapshot, raise with a
+    report.
+
+    ``"rollback"`` restores weights, optimizer, schedules, loss scaler, random states, the ledger and what other tricks
+    keep, from a snapshot in memory, at the end of the batch, and goes on with the data that comes next; a second
+    rollback before the next snapshot goes back to the one before. The ledger counts it as ``rolled_back``;
+    ``global_step`` goes on. Snapshots are not saved: after a resume the checkpoint is the first one.
+
+    Every event goes to a log, one JSON object a line: run, guard, optimizer, step, epoch, batch_idx, loss, norm,
+    threshold, exceeded, verdict, action. A resumed run leaves out the batches that it names; that takes the same
+    batches, so a stateful loader and `ExactResume`.
+
+    Logs ``guard/spikes`` (how many steps were bad so far), ``guard/loss_threshold`` and ``guard/norm_threshold``; for
+    optimizer i > 0 the thresholds with ``/i`` behind.
+
+    Args:
+        action: ``"skip"`` leaves the step out, ``"rollback"`` also goes back, ``"stop"`` leaves it out and ends the
+            fit, ``"warn"`` only tells.
+        z_threshold: robust standard deviations above the centre from which it is a spike, above 0.
+        window_steps: how many applied steps are compared with, 2 or more.
+        warmup_steps: applied steps before which nothing is a spike, 2 or more and at most `window_steps`.
+        snapshot_every_steps: applied steps between snapshots, 1 or more.
+        num_snapshots: how many are kept, 1 or more.
+        lr_factor: what the learning rate is multiplied with for `snapshot_every_steps` applied steps after a rollback,
+            in (0, 1].
+        events_path: the log of events; None for ``guard_events.jsonl`` in the Trainer's log folder.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; LBFGS with an action that leaves a step
+            out (at the start of fit).
+        MemoryError: the snapshots would not fit, with both figures, before one is taken.
+        RuntimeError: in training, after too many bad steps in a row.
+
+    Cost:
+        That of `NonFiniteGuard`, and two medians of `window_steps` numbers a step on the device; with
+        ``action="rollback"`` `num_snapshots` copies of weights and optimizer state, and one scalar read a step also
+        with a fused optimizer.
+
+    Reference:
+        Chowdhery et al. (2022), "PaLM", arXiv:2204.02311, section 5.1.
+
+    Example:
+        >>> from lightning_tricks import LossSpikeGuard
+        >>> guard = LossSpikeGuard("rollback", snapshot_every_steps=500, lr_factor=0.5)
+    """
+
+    job = "guard against loss spikes"
+    buys = "a spike of loss or gradient norm is left out, or undone, before it costs the run"
+    costs = "as NonFiniteGuard, two medians a step; to roll back, copies of weights and optimizer state"
+
+    def __init__(
+        self,
+        action: Literal["skip", "rollback", "stop", "warn"] = "skip",
+        *,
+        z_threshold: float = 6.0,
+        window_steps: int = 128,
+        warmup_steps: int = 32,
+        snapshot_every_steps: int = 100,
+        num_snapshots: int = 2,
+        lr_factor: float = 1.0,
+        events_path: str | None = None,
+    ) -> None:
+        check_choice("action", action, ("skip", "rollback", "stop", "warn"))
+        self.z_threshold = check_number("z_threshold", z_threshold, above=True)
+        self.window_steps = check_int("window_steps", window_steps, minimum=2)
+        self.warmup_steps = check_int("warmup_steps", warmup_steps, minimum=2)
+        if warmup_steps > window_steps:
+            raise ValueError(f"expected `warmup_steps` to be at most `window_steps`={window_steps}, got {warmup_steps}")
+        self.snapshot_every_steps = check_int("snapshot_every_steps", snapshot_every_steps, minimum=1)
+        self.num_snapshots = check_int("num_snapshots", num_snapshots, minimum=1)
+        self.lr_factor = check_number("lr_factor", lr_factor, above=True, maximum=1.0)
+        super().__init__(action, 10, events_path)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._windows: dict[int, SpikeWindow] = {}
+        self._saved_windows: dict[int, dict[str, Any]] = {}
+        self._thresholds: dict[int, Tensor] = {}
+        self._ring = SnapshotRing(self.num_snapshots)
+        self._judges_nonfinite = True
+        self._rolls_back = False
+        self._rollbacks_to_newest = 0
+        self._steps_since_snapshot = 0
+        self._lowered_steps = 0
+        self._rates: tuple[Optimizer, list[Any]] | None = None
+
+    @override
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().start(trainer, module)
+        # One event, one account of it.
+        self._judges_nonfinite = not any(isinstance(one, NonFiniteGuard) for one in callbacks_of(trainer))
+        if self.action == "rollback":
+            self._ring.clear()
+            self._take_snapshot(trainer, module)
+
+    # Each step
+
+    def _window(self, index: int, device: torch.device) -> SpikeWindow:
+        if index not in self._windows:
+            self._windows[index] = SpikeWindow(self.z_threshold, self.window_steps, self.warmup_steps)
+            if index in self._saved_windows:
+                self._windows[index].load_state_dict(self._saved_windows.pop(index), device)
+        return self._windows[index]
+
+    @override
+    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
+        thresholds = self._thresholds[step.index] = self._window(step.index, values.device).thresholds(values)
+        bad = (torch.isfinite(values) & (values > thresholds)).any()
+        return (bad | _is_nonfinite(step, values) if self._judges_nonfinite else bad), thresholds
+
+    @override
+    def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
+        if self.action == "stop":
+            trainer.should_stop = True
+        else:
+            self._rolls_back = True  # at the end of the batch, when schedulers and scaler have done their part
+
+    @override
+    def _learn(self, step: OptimizerStep, judgement: Judgement) -> None:
+        self._window(step.index, judgement.values.device).step(judgement.values, step.applied)
+        if step.applied is not False:
+            self._steps_since_snapshot += 1
+            self._lowered_steps = max(self._lowered_steps - 1, 0)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        self._restore_rates()
+        if self._lowered_steps and current_step(trainer, optimizer).parameters():
+            self._rates = optimizer, lower_rates(optimizer, self.lr_factor)
+
+    @override
+    def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
+        self._restore_rates()
+        super().after_step(trainer, module, step)
+
+    def _restore_rates(self) -> None:
+        if self._rates is not None:
+            restore_rates_(*self._rates)
+            self._rates = None
+
+    # Snapshots, between batches
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.action == "rollback" and self._steps_since_snapshot >= self.snapshot_every_steps:
+            self._take_snapshot(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._rolls_back:
+            return
+        self._rolls_back = False
+        if self._rollbacks_to_newest == 1:
+            self._ring.drop_newest()  # it was taken too late
+        self._rollbacks_to_newest += 1
+        if self._rollbacks_to_newest > self.max_consecutive:
+            raise RuntimeError(self._report(f"the run went back {self._rollbacks_to_newest} times without getting on"))
+        # The windows go on: rewound, they might not be warm, and let the next spike of a cluster through.
+        restore_run_(self._ring, trainer, pl_module, self)
+        self._steps_since_snapshot = 0
+        self._lowered_steps = self.snapshot_every_steps if self.lr_factor < 1.0 else 0
+
+    def _take_snapshot(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        before = self._ring.bytes_of_one
+        take_snapshot(self._ring, trainer, module, self)
+        self._steps_since_snapshot = self._rollbacks_to_newest = 0
+        if before and before != self._ring.bytes_of_one:  # the table came before there was an optimizer state
+            rank_zero_info(f"LossSpikeGuard: {self._size()}")
+
+    def _size(self) -> str:
+        return f"{self.num_snapshots} snapshots of {self._ring.bytes_of_one / 1e6:.1f} MB on {self._ring.storage}"
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._ring.clear()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._restore_rates()
+        self._ring.clear()
+        super().on_exception(trainer, pl_module, exception)
+
+    # What is shown and saved
+
+    @override
+    def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
+        super().metrics(trainer, stepped)
+        values: dict[str, float | Tensor] = {"guard/spikes": float(self.num_events)}
+        for index in stepped:
+            if index in self._thresholds:
+                values[key_of("guard/loss_threshold", index)] = self._thresholds[index][0]
+                values[key_of("guard/norm_threshold", index)] = self._thresholds[index][1]
+        return values
+
+    @override
+    def summary(self, trainer: pl.Trainer) -> Summary:
+        found = f"{self.action} {self.z_threshold:g} deviations above the median of {self.window_steps} applied steps"
+        if self._ring.bytes_of_one:
+            applied = max(ledger.applied for ledger in step_ledger(trainer))
+            found += f"\n{self._size()}" + ("" if applied else ", and the optimizer's state once there is one")
+        if self._named:
+            found += f"\n{len(self._named)} batch(es) named by an earlier run are left out"
+        return Summary(found)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        windows = {**self._saved_windows, **{index: window.state_dict() for index, window in self._windows.items()}}
+        return {**super().state_dict(), "windows": windows, "lowered_steps": self._lowered_steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._windows, self._saved_windows = {}, dict(state_dict["windows"])
+        self._lowered_steps = state_dict["lowered_steps"]
+
+
+def _is_nonfinite(step: OptimizerStep, values: Tensor) -> Tensor:
+    """Whether the loss, if there is one, or the norm is inf or nan."""
+    looked_at = values if step.loss is not None else values[1:]
+    return ~torch.isfinite(looked_at).all()

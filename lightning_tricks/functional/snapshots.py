@@ -1,0 +1,255 @@
+"""A ring of in-memory copies of what training changes, to go back to without a checkpoint.
+
+A snapshot holds this rank's parts of weights, buffers and optimizer state, each in a tensor that is allocated once and
+written over when its turn comes round again; and plain values beside them. It lies on the device where that leaves
+room, in pinned host memory where not.
+
+Cost:
+    `num_snapshots` times the bytes of weights, buffers and optimizer state of a rank. Taking one is one copy of them;
+    on an accelerator it does not wait.
+
+Sharding:
+    Each rank keeps and restores its own shards. No collectives; the ranks have to agree on when.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["SnapshotRing", "free_bytes", "num_bytes", "training_tensors"]
+
+
+def training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Collect what training changes, as this rank's parts.
+
+    Args:
+        module: the model.
+        optimizers: its optimizers.
+
+    Returns:
+        The live tensors by a name that stays the same; of DTensors the local ones. Writing to them changes the model.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> list(training_tensors(model, [torch.optim.SGD(model.parameters(), lr=0.1)]))
+        ['parameter weight', 'parameter bias']
+    """
+    found = {f"parameter {name}": _local(one) for name, one in module.named_parameters()}
+    found |= {f"buffer {name}": _local(one) for name, one in module.named_buffers()}
+    for number, state in enumerate(_states(optimizers)):
+        found |= {f"state {number} {key}": _local(one) for key, one in state.items() if isinstance(one, Tensor)}
+    return found
+
+
+def num_bytes(tensors: dict[str, Tensor]) -> int:
+    """Count the bytes of tensors.
+
+    Args:
+        tensors: as from `training_tensors`.
+
+    Example:
+        >>> num_bytes({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
+        16
+    """
+    return sum(one.numel() * one.element_size() for one in tensors.values())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory that can still be had on a device, or on the host for the CPU; None where nobody tells.
+
+    Args:
+        device: the device.
+
+    Example:
+        >>> free = free_bytes(torch.device("cpu"))
+        >>> free is None or free > 0
+        True
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found += [1024 * int(line.split()[1]) for line in meminfo.read_text().splitlines() if "MemAvailable" in line]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found, default=None)
+
+
+@dataclass
+class _Snapshot:
+    tensors: dict[str, Tensor]
+    """Storage; more than `present` where a state that was there before is gone."""
+    present: set[str] = field(default_factory=set)
+    values: Any = None
+    states: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+
+
+class SnapshotRing:
+    """The last few snapshots of a module and its optimizers, the newest at the end.
+
+    Args:
+        num_snapshots: how many, 1 or more.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> ring = SnapshotRing(2)
+        >>> ring.take(model, [optimizer], values={"step": 0})
+        >>> before = model.weight.item()
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> ring.restore_(model, [optimizer]), model.weight.item() == before
+        ({'step': 0}, True)
+    """
+
+    def __init__(self, num_snapshots: int) -> None:
+        self.num_snapshots = num_snapshots
+        self.storage: torch.device | None = None
+        self._snapshots: list[_Snapshot] = []
+        self._spare: list[_Snapshot] = []
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    @property
+    def bytes_of_one(self) -> int:
+        """Bytes of the newest snapshot, 0 where there is none."""
+        return num_bytes(self._snapshots[-1].tensors) if self._snapshots else 0
+
+    @torch.no_grad()
+    def take(self, module: nn.Module, optimizers: Sequence[Optimizer], values: Any = None) -> None:
+        """Take a snapshot, in the place of the oldest one if the ring is full.
+
+        Args:
+            module: the model.
+            optimizers: its optimizers.
+            values: plain values to keep beside; copied.
+
+        Raises:
+            MemoryError: the ring would not fit the free memory. Nothing was copied.
+        """
+        live = training_tensors(module, optimizers)
+        spare = self._spare.pop() if self._spare else None
+        if spare is None and len(self._snapshots) == self.num_snapshots:
+            spare = self._snapshots.pop(0)
+        held = {} if spare is None else spare.tensors
+        missing = {name: one for name, one in live.items() if name not in held or held[name].shape != one.shape}
+        self._reserve(live, missing)
+        for name, one in missing.items():
+            held[name] = self._like(one)
+        _copy([held[name] for name in live], list(live.values()))
+        states = [
+            {key: copy.deepcopy(one) for key, one in state.items() if not isinstance(one, Tensor)}
+            for state in _states(optimizers)
+        ]
+        groups = [[_settings(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._snapshots.append(_Snapshot(held, set(live), copy.deepcopy(values), states, groups))
+
+    @torch.no_grad()
+    def restore_(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
+        """Bring the newest snapshot back. It stays in the ring.
+
+        Args:
+            module: the model that it was taken of.
+            optimizers: its optimizers.
+
+        Returns:
+            The plain values that were kept beside.
+
+        Raises:
+            RuntimeError: there is no snapshot.
+        """
+        if not self._snapshots:
+            raise RuntimeError("expected a snapshot to restore, but none was taken yet: call take first")
+        snapshot = self._snapshots[-1]
+        for number, (state, plain) in enumerate(zip(_states(optimizers), _padded(snapshot.states), strict=False)):
+            for key in list(state):
+                if isinstance(state[key], Tensor) and f"state {number} {key}" in snapshot.present:
+                    continue
+                del state[key]  # it came after the snapshot, or is a plain value
+            state.update(copy.deepcopy(plain))
+        live = training_tensors(module, optimizers)
+        _copy(list(live.values()), [snapshot.tensors[name] for name in live])
+        for optimizer, groups in zip(optimizers, snapshot.groups, strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in saved.items():
+                    if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = copy.deepcopy(value)
+        return copy.deepcopy(snapshot.values)
+
+    def drop_newest(self) -> None:
+        """Forget the newest snapshot, unless it is the only one; its memory is used again."""
+        if len(self._snapshots) > 1:
+            self._spare.append(self._snapshots.pop())
+
+    def clear(self) -> None:
+        """Forget all snapshots and free their memory."""
+        self._snapshots.clear()
+        self._spare.clear()
+
+    def _reserve(self, live: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
+        """Choose where snapshots lie, and raise if those that are still to be allocated do not fit there."""
+        to_come = self.num_snapshots - len(self._snapshots) - len(self._spare) - 1
+        needed = num_bytes(missing) + to_come * num_bytes(live)
+        if self.storage is None:
+            device = next(iter(live.values())).device if live else torch.device("cpu")
+            free = free_bytes(device)
+            fits = device.type == "cpu" or (free is not None and 2 * needed <= free)
+            self.storage = device if fits else torch.device("cpu")
+        free = free_bytes(self.storage)
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"expected the {self.num_snapshots} snapshot(s) to fit the free memory of {self.storage}, but they "
+                f"need {needed:,} bytes more and {free:,} are free: keep fewer, or use an action without snapshots"
+            )
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        assert self.storage is not None
+        if tensor.device.type == "cpu" or self.storage.type != "cpu":
+            return torch.empty_like(tensor)
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[dict[str, Any]]:
+    """The state of each parameter, in the order of groups. One that wraps another keeps it there, as ZeRO-1's does."""
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optim", optimizer)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                yield inner.state.get(parameter, {})
+
+
+def _padded(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield from states
+    while True:  # a group that was added after the snapshot
+        yield {}
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
