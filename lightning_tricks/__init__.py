@@ -28,6 +28,7 @@ from lightning_tricks.composition import (
     step_ledger,
 )
 from lightning_tricks.distributed.policy import ShardingPlan, ShardingPolicy
+from lightning_tricks.precision import FP16Precision
 from lightning_tricks.strategies import FSDP2Strategy, ZeRO1Strategy
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "ExactResume",
+    "FP16Precision",
     "FSDP2Strategy",
     "GradientNormClipping",
     "GradientValueClipping",

@@ -83,7 +83,7 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
 # How the runs of the contract differ under a strategy. fp16 begins with a scale that overflows.
 STRATEGY_MODES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "fp16 accumulation 3": (Net, {"accumulate_grad_batches": 3, "plugins": lambda: fp16(2.0**18)}),
-    "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: fp16(2.0**18)}),
+    "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: lt.FP16Precision(init_scale=2.0**18)}),
 }
 
 

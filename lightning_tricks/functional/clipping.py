@@ -45,6 +45,7 @@ __all__ = [
     "gradient_norm",
     "is_nonfinite",
     "nonfinite_names",
+    "scale_gradients_",
 ]
 
 _EPSILON = 1e-6
@@ -182,9 +183,25 @@ def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor, norm: T
     """
     coefficient = clip_coefficient(norm, max_norm)
     if isinstance(max_norm, Tensor) or not math.isinf(max_norm):
-        for local in _by_device(gradients):
-            torch._foreach_mul_(local, coefficient.to(local[0].device))
+        scale_gradients_(gradients, coefficient)
     return coefficient
+
+
+def scale_gradients_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients in place.
+
+    Args:
+        gradients: as for `gradient_norm`.
+        factor: a scalar.
+
+    Example:
+        >>> gradients = [torch.tensor([3.0, 4.0])]
+        >>> scale_gradients_(gradients, torch.tensor(0.5))
+        >>> gradients[0]
+        tensor([1.5000, 2.0000])
+    """
+    for local in _by_device(gradients):
+        torch._foreach_mul_(local, factor.to(local[0].device))
 
 
 def clip_by_value_(gradients: Sequence[Tensor], max_value: float) -> None:
