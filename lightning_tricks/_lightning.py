@@ -43,6 +43,7 @@ __all__ = [
     "loader_generators",
     "loader_keeps_no_state",
     "loader_states_are_pending",
+    "logged_step",
     "loss_scaler",
     "module_overrides",
     "other_rate_writers",
@@ -68,6 +69,11 @@ __all__ = [
 def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether the Trainer writes what is logged on this batch (`log_every_n_steps`) to its loggers."""
     return bool(trainer._logger_connector.should_update_logs) or is_fast_dev_run(trainer)
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step that `self.log` would write to the loggers: batches that an optimizer stepped on."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:

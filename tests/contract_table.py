@@ -132,6 +132,23 @@ ROWS = (
         ),
     ),
     Row(
+        "GradientMonitor",
+        acting={"every_n_steps": 2},
+        neutral={},
+        same_weights=True,
+        refusals=(
+            (_fit(lt.GradientMonitor(), lt.GradientMonitor()), r"GradientMonitor"),
+            (_fit(lt.GradientMonitor(blocks="encoder.*")), r"(?s)encoder.*Block \(3\)"),
+        ),
+    ),
+    Row(
+        "VanishingUpdateMonitor",
+        acting={"every_n_steps": 2},
+        neutral={},
+        same_weights=True,
+        refusals=((_fit(lt.VanishingUpdateMonitor(), lt.VanishingUpdateMonitor()), r"VanishingUpdateMonitor"),),
+    ),
+    Row(
         "LossScaleMonitor",
         acting={"alarm_after_skips": 3},
         neutral={},

@@ -47,6 +47,11 @@ WRONG = [
     (lt.LossSpikeGuard, {"num_snapshots": 0}, ValueError, "`num_snapshots` to be at least 1, got 0"),
     (lt.LossSpikeGuard, {"lr_factor": 1.5}, ValueError, "`lr_factor` .* at most 1.0, got 1.5"),
     (lt.LossSpikeGuard, {"lr_factor": 0.0}, ValueError, "`lr_factor` to be above 0.0 .* got 0.0"),
+    (lt.GradientMonitor, {"every_n_steps": 0}, ValueError, "`every_n_steps` to be at least 1, got 0"),
+    (lt.GradientMonitor, {"blocks": 3}, TypeError, "`blocks` .* got 3"),
+    (lt.GradientMonitor, {"vanishing_below": -1.0}, ValueError, "`vanishing_below` to be at least 0.0, got -1.0"),
+    (lt.GradientMonitor, {"exploding_above": 0}, ValueError, "`exploding_above` to be above 0.0, got 0"),
+    (lt.VanishingUpdateMonitor, {"every_n_steps": 0}, ValueError, "`every_n_steps` to be at least 1, got 0"),
     (lt.LossScaleMonitor, {"alarm_after_skips": 0}, ValueError, "`alarm_after_skips` to be at least 1, got 0"),
     (lt.LossScaleMonitor, {"alarm_after_skips": 2.5}, TypeError, "`alarm_after_skips` to be an int, got 2.5"),
     (lt.WarmupCosineScheduler, {"warmup": -1}, ValueError, "`warmup` to be at least 0, got -1"),
@@ -103,6 +108,8 @@ def test_names_defaults_and_order_are_as_promised() -> None:
         "NonFiniteGuard": "(action='skip', *, max_consecutive=10)",
         "LossSpikeGuard": "(action='skip', *, z_threshold=6.0, window_steps=128, warmup_steps=32, "
         "snapshot_every_steps=100, num_snapshots=2, lr_factor=1.0, events_path=None)",
+        "GradientMonitor": "(*, every_n_steps=50, blocks='auto', vanishing_below=0.0001, exploding_above=1000.0)",
+        "VanishingUpdateMonitor": "(*, every_n_steps=200)",
         "LossScaleMonitor": "(*, alarm_after_skips=10)",
         "WarmupCosineScheduler": "(warmup=0.03, *, min_lr_ratio=0.1, min_lr=None, start_factor=None, "
         "total_steps=None, optimizers=None)",

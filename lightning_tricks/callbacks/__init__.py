@@ -3,22 +3,26 @@
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
+from lightning_tricks.callbacks.gradient_flow import GradientMonitor
 from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
 from lightning_tricks.callbacks.random_state import ExactResume
 from lightning_tricks.callbacks.schedules import WarmupCosineScheduler
+from lightning_tricks.callbacks.update_rounding import VanishingUpdateMonitor
 
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "ExactResume",
+    "GradientMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
     "LossSpikeGuard",
     "NonFiniteGuard",
     "PercentileGradientClipping",
+    "VanishingUpdateMonitor",
     "WarmupCosineScheduler",
     "ZScoreGradientClipping",
 ]

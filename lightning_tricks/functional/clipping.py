@@ -27,13 +27,14 @@ Sharding:
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_tricks.functional.shards import Placement, by_placement, local_part, reduce_over_shards
 
 __all__ = [
     "StepCount",
@@ -49,9 +50,6 @@ __all__ = [
 ]
 
 _EPSILON = 1e-6
-
-# Where a shard lives: its mesh and, for each axis of it, whether the axis holds different parts. None: a plain tensor.
-_Placement = tuple[Any, tuple[bool, ...]] | None
 
 
 def gradient_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -245,7 +243,7 @@ def count_exceeding(gradients: Sequence[Tensor], max_value: float) -> Tensor:
     for placement, members in _by_placement(gradients).items():
         # One tensor at a time: a foreach would hold a second copy of every gradient.
         counts = [(member.abs() > max_value).sum().to(device) for member in members]
-        total += _reduce(torch.stack(counts).sum(), placement, "sum")
+        total += reduce_over_shards(torch.stack(counts).sum(), placement, "sum")
     return total
 
 
@@ -272,40 +270,31 @@ def nonfinite_names(named_gradients: Iterable[tuple[str, Tensor]], limit: int = 
     return names
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, a complex one as its real and imaginary parts."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return torch.view_as_real(local) if local.is_complex() else local
-
-
 def _by_device(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     """Local tensors in lists that a foreach function takes: of one device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        local = _local(gradient)
+        local = local_part(gradient)
         groups[local.device, local.dtype].append(local)
     return groups.values()
 
 
-def _by_placement(gradients: Sequence[Tensor]) -> dict[_Placement, list[Tensor]]:
-    """Local tensors by where they live. The order of groups is that of the gradients, so the same on every rank."""
-    groups: dict[_Placement, list[Tensor]] = defaultdict(list)
+def _by_placement(gradients: Sequence[Tensor]) -> dict[Placement, list[Tensor]]:
+    """Local tensors by where they live."""
+    settled = []
     for gradient in gradients:
         if gradient.is_sparse:
             raise ValueError(
                 f"expected dense gradients, got a sparse one of shape {tuple(gradient.shape)}: "
                 "build the embedding with sparse=False, or leave clipping out"
             )
-        if not isinstance(gradient, DTensor):
-            groups[None].append(_local(gradient))
-            continue
-        if any(placement.is_partial() for placement in gradient.placements):
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
             # A sum still owed between ranks has no norm yet.
             whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
             gradient = gradient.redistribute(placements=whole)
-        sharded = tuple(not placement.is_replicate() for placement in gradient.placements)
-        groups[gradient.device_mesh, sharded].append(_local(gradient))
-    return groups
+        settled.append(gradient)
+    groups = by_placement(settled)
+    return {placement: [local_part(settled[index]) for index in indices] for placement, indices in groups.items()}
 
 
 def _local_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
@@ -324,22 +313,11 @@ def _local_norm(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> 
     return total
 
 
-def _across_shards(norm: Tensor, placement: _Placement, norm_type: float) -> Tensor:
+def _across_shards(norm: Tensor, placement: Placement, norm_type: float) -> Tensor:
     if placement is None or not any(placement[1]):
         return norm
     if math.isinf(norm_type):
         # A maximum over ranks may lose a nan: hand it on as what it is here, not finite.
-        return _reduce(norm.nan_to_num(nan=math.inf, posinf=math.inf), placement, "max")
-    total: Tensor = _reduce(norm**norm_type, placement, "sum") ** (1.0 / norm_type)
+        return reduce_over_shards(norm.nan_to_num(nan=math.inf, posinf=math.inf), placement, "max")
+    total: Tensor = reduce_over_shards(norm**norm_type, placement, "sum") ** (1.0 / norm_type)
     return total
-
-
-def _reduce(value: Tensor, placement: _Placement, operation: str) -> Tensor:
-    """Combine one number of each rank over the mesh axes that hold different parts."""
-    if placement is None:
-        return value
-    mesh, sharded = placement
-    placements = [Partial(operation) if axis else Replicate() for axis in sharded]
-    from_local: Callable[..., DTensor] = DTensor.from_local
-    reduced: Tensor = from_local(value, mesh, placements, run_check=False).full_tensor()
-    return reduced
