@@ -21,6 +21,8 @@ class Row:
         manual: arguments that manual optimization needs besides.
         refusals: what cannot be supported: each a function that runs a fit, and words of its error.
         same_weights: whether the weights after an acting run are those of a run without the trick, bit for bit.
+        module: arguments that the modules of its runs take.
+        across_ranks: how far a run of two processes may be from one of one.
     """
 
     name: str
@@ -29,6 +31,11 @@ class Row:
     manual: dict[str, Any] = field(default_factory=dict)
     refusals: tuple[tuple[Callable[[], Any], str], ...] = ()
     same_weights: bool = False
+    module: dict[str, Any] = field(default_factory=dict)
+    across_ranks: float = 1e-6
+
+    def net(self, **options: Any) -> Net:
+        return Net(**self.module, **options)
 
     def build(self, kind: str, *, manual: bool = False) -> lt.Trick:
         arguments = getattr(self, kind) | (self.manual if manual else {})
@@ -177,6 +184,18 @@ ROWS = (
         refusals=(
             (_fit(lt.ActivationCheckpointing("encoder.*")), r"(?s)encoder.*Block \(3\).*Linear"),
             (_fit(lt.ActivationCheckpointing(), lt.ActivationCheckpointing()), r"ActivationCheckpointing"),
+        ),
+    ),
+    Row(
+        "Float8Training",
+        acting={"emulate": True, "exclude": ()},
+        neutral={"emulate": True, "exclude": "net.*"},
+        module={"width": 16},
+        across_ranks=2e-2,  # scales are those of a rank's own batch
+        refusals=(
+            (_fit(lt.Float8Training(), lt.Float8Training()), r"Float8Training"),
+            (_fit(lt.Float8Training()), r"got cpu: train in bf16 here, or pass emulate=True"),
+            (_fit(lt.Float8Training(emulate=True, exclude="decoder.*")), r"(?s)decoder.*Block \(3\)"),
         ),
     ),
     Row(

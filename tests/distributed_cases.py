@@ -1,6 +1,7 @@
 """What the two-process tests run on each rank. Imported by the processes of the pool, so nothing here knows pytest."""
 
 import copy
+import functools
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +72,7 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
             strategy,
             rank,
             world_size,
-            net={"optimizer": ("momentum", "adamw")[number % 2]},
+            net={"optimizer": ("momentum", "adamw")[number % 2], **row.module},
             accumulate_grad_batches=3,
             max_epochs=2,
         )
@@ -103,6 +104,11 @@ def run_mode(
     return run, module
 
 
+@functools.cache
+def plain_run(strategy: str, mode: str, **net: Any) -> tuple[pl.Trainer, Net]:
+    return run_mode(strategy, mode, [], **net)
+
+
 class SaveAt(pl.Callback):
     def __init__(self, batches: int, path: str) -> None:
         self.batches, self.path = batches, path
@@ -120,9 +126,9 @@ def contract_under(strategy: str, folder: str) -> list[str]:
     faults = []
     for turn, mode in enumerate(STRATEGY_MODES, start=strategy == "fsdp2"):
         manual = STRATEGY_MODES[mode][0] is not Net
-        _, plain = run_mode(strategy, mode, [])
         for row in ROWS[turn % 2 :: 2]:
-            _, module = run_mode(strategy, mode, [row.build("neutral", manual=manual)])
+            _, module = run_mode(strategy, mode, [row.build("neutral", manual=manual)], **row.module)
+            _, plain = plain_run(strategy, mode, **row.module)
             if not same(weights(module), weights(plain)) or module.losses != plain.losses:
                 faults.append(f"{row.name}, {mode}: neutral settings change the run")
 
@@ -131,9 +137,9 @@ def contract_under(strategy: str, folder: str) -> list[str]:
                 return [*own, lt.ExactResume()]
 
             path = f"{folder}/{row.name}-{mode}.ckpt"
-            whole, module = run_mode(strategy, mode, [*callbacks(), SaveAt(10, path)])
+            whole, module = run_mode(strategy, mode, [*callbacks(), SaveAt(10, path)], **row.module)
             torch.rand(7)  # the resumed run knows nothing of the first one's random state
-            again, resumed = run_mode(strategy, mode, callbacks(), seed=9, ckpt_path=path)
+            again, resumed = run_mode(strategy, mode, callbacks(), seed=9, ckpt_path=path, **row.module)
             if not same(shared_weights(resumed), shared_weights(module)):
                 faults.append(f"{row.name}, {mode}: the resumed run has other weights")
             if [one.state_dict() for one in lt.step_ledger(again)] != [
@@ -381,3 +387,21 @@ def vanished_shares(strategy: str, rank: int | None = None, world_size: int = 2)
     net = {"optimizer": "sgd", "lr": 1e-6}
     trainer, _ = trained([lt.VanishingUpdateMonitor(every_n_steps=3)], strategy, rank, world_size, net=net)
     return float(trainer.callback_metrics["update/vanished"])
+
+
+def float8_beside_checkpointing() -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Weights under fsdp2 without and with activation checkpointing: of plain training, then of fp8."""
+    found = []
+    for callbacks in ([], [lt.Float8Training(emulate=True)]):
+        pair = [
+            trained(
+                [*callbacks, *more],
+                "fsdp2",
+                torch.distributed.get_rank(),
+                2,
+                net={"width": 16, "optimizer": "momentum", "dropout": 0.2},
+            )[1]
+            for more in ([], [lt.ActivationCheckpointing()])
+        ]
+        found.append((pair[0], pair[1]))
+    return found

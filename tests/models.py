@@ -27,7 +27,7 @@ class Net(pl.LightningModule):
     """A regression of three blocks.
 
     `nan_at` and `inf_grad_at` poison the loss, or one parameter's gradient alone, at batches of these indices;
-    `none_at` returns no loss there; `fail_at` raises there, in training or in validation.
+    `none_at` returns no loss there; `fail_at` raises there, in training or in validation. `width` repeats the features.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Net(pl.LightningModule):
         lr: float = 0.01,
         dropout: float = 0.0,
         batchnorm: bool = False,
+        width: int = 8,
         nan_at: tuple[int, ...] = (),
         none_at: tuple[int, ...] = (),
         fail_at: int | None = None,
@@ -47,12 +48,13 @@ class Net(pl.LightningModule):
         self.options = {"optimizer": optimizer, "fused": fused, "lr": lr}
         self.nan_at, self.none_at, self.fail_at = nan_at, none_at, fail_at
         self.fail_in_validation = fail_in_validation
-        self.net = nn.Sequential(*(Block(8, dropout, batchnorm) for _ in range(3)), nn.Linear(8, 1))
+        self.net = nn.Sequential(*(Block(width, dropout, batchnorm) for _ in range(3)), nn.Linear(width, 1))
+        self.copies = width // 8
         self.losses: list[float] = []
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = batch
-        return (self.net(x) - y).square().mean()
+        return (self.net(x.repeat(1, self.copies)) - y).square().mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         if batch_idx == self.fail_at:

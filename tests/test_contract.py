@@ -62,10 +62,10 @@ modes = pytest.mark.parametrize("mode", MODES)
 sound_modes = pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp16 fused momentum"])
 
 
-def run_mode(mode: str, callbacks: list[pl.Callback], **more) -> tuple[pl.Trainer, Net]:
+def run_mode(mode: str, callbacks: list[pl.Callback], width: int = 8, **more) -> tuple[pl.Trainer, Net]:
     build, options = MODES[mode]
     made = {key: value() if callable(value) else value for key, value in options.items()}
-    module = seeded(lambda: build(dropout=0.2, batchnorm=True))
+    module = seeded(lambda: build(dropout=0.2, batchnorm=True, width=width))
     return fit(module, *callbacks, **{"max_epochs": 2, **made, **more}), module
 
 
@@ -92,13 +92,13 @@ def test_resumed_run_equals_uninterrupted_one(row: Row, mode: str, tmp_path) -> 
         own = [] if row.name == "ExactResume" else [row.build("acting", manual=is_manual(mode))]
         return [*own, lt.ExactResume(), SaveAt(save_at, tmp_path / "middle.ckpt")]
 
-    whole, module = run_mode(mode, callbacks(), data=loader())
+    whole, module = run_mode(mode, callbacks(), **row.module, data=loader())
     expected, metrics = weights(module), dict(whole.callback_metrics)
 
     torch.manual_seed(999)  # another process knows nothing of the first one's random state
     build, options = MODES[mode]
     made = {key: value() if callable(value) else value for key, value in options.items()}
-    resumed = build(dropout=0.2, batchnorm=True)
+    resumed = build(dropout=0.2, batchnorm=True, **row.module)
     torch.rand(7)
     again = trainer(*callbacks(), **{"max_epochs": 2, **made})
     again.fit(resumed, loader(), ckpt_path=tmp_path / "middle.ckpt", weights_only=True)
@@ -123,16 +123,16 @@ class SaveAt(pl.Callback):
 
 
 @functools.cache
-def plain_run(mode: str) -> tuple[pl.Trainer, Net]:
+def plain_run(mode: str, **options: int) -> tuple[pl.Trainer, Net]:
     """A run without a trick, to compare with."""
-    return run_mode(mode, [])
+    return run_mode(mode, [], **options)
 
 
 @rows
 @sound_modes
 def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
-    trainer_of_plain, plain = plain_run(mode)
-    run, module = run_mode(mode, [row.build("neutral", manual=is_manual(mode))])
+    trainer_of_plain, plain = plain_run(mode, **row.module)
+    run, module = run_mode(mode, [row.build("neutral", manual=is_manual(mode))], **row.module)
     assert_same(weights(module), weights(plain))
     assert module.losses == plain.losses
     assert run.global_step == trainer_of_plain.global_step
@@ -142,8 +142,8 @@ def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
 @sound_modes
 def test_acting_settings_act(row: Row, mode: str) -> None:
     """The other half of the neutral test: it could not tell if the trick were not listed at all."""
-    _, plain = plain_run(mode)
-    run, module = run_mode(mode, [row.build("acting", manual=is_manual(mode))])
+    _, plain = plain_run(mode, **row.module)
+    run, module = run_mode(mode, [row.build("acting", manual=is_manual(mode))], **row.module)
     assert (largest_difference(weights(module), weights(plain)) == 0.0) == row.same_weights
     assert all(torch.isfinite(value).all() for value in weights(module).values())
     ledgers = list(lt.step_ledger(run))
@@ -163,7 +163,7 @@ def test_exception_leaves_the_module_as_a_plain_run_would(row: Row, where: str, 
     faults = {"fail_at": 4} if where == "training" else {"fail_in_validation": True}
 
     def crash(*callbacks: pl.Callback) -> tuple[Net, dict]:
-        module = seeded(lambda: Net(**faults))
+        module = seeded(lambda: row.net(**faults))
         folder = tmp_path / str(len(callbacks))
         run = trainer(
             *callbacks,
@@ -196,8 +196,9 @@ def test_two_processes_equal_one_on_the_same_global_batch(strategy: str, two_pro
     ranks = two_processes.run(contract_runs, strategy)
     for key, (result, logged) in expected.items():
         for rank in ranks:
-            assert_same(rank[key][0], result, rtol=0, atol=1e-6)
-            assert rank[key][1] == pytest.approx(logged, rel=1e-5, abs=1e-6)
+            tolerance = next(row.across_ranks for row in ROWS if row.name == key)
+            assert_same(rank[key][0], result, rtol=0, atol=tolerance)
+            assert rank[key][1] == pytest.approx(logged, rel=10 * tolerance, abs=tolerance)
             assert rank[key][1] == ranks[0][key][1]
 
 
@@ -213,9 +214,9 @@ def test_resume_and_neutral_hold_under_strategies(strategy: str, two_processes, 
 @rows
 def test_callback_and_module_pickle_and_copy(row: Row) -> None:
     callback = row.build("acting")
-    keys = list(Net().state_dict())
+    keys = list(row.net().state_dict())
     for made in (callback, pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
-        module = seeded(Net)
+        module = seeded(row.net)
         run = fit(module, made)
         assert list(module.state_dict()) == keys
         pickle.loads(pickle.dumps(made))
@@ -226,7 +227,7 @@ def test_callback_and_module_pickle_and_copy(row: Row) -> None:
 
 @rows
 def test_second_fit_goes_on(row: Row) -> None:
-    module = seeded(Net)
+    module = seeded(row.net)
     run = fit(module, row.build("acting"), max_epochs=1)
     run.fit_loop.max_epochs = 2
     run.fit(module, loader())
@@ -240,7 +241,7 @@ def test_one_callback_serves_two_trainers(row: Row) -> None:
     callback = row.build("acting")
     results = []
     for _ in range(2):
-        module = seeded(Net)
+        module = seeded(row.net)
         run = fit(module, callback)
         results.append((weights(module), {key: float(value) for key, value in run.callback_metrics.items()}))
     assert_same(results[0][0], results[1][0])
@@ -249,15 +250,15 @@ def test_one_callback_serves_two_trainers(row: Row) -> None:
 
 @rows
 def test_fast_dev_run_and_sanity_check(row: Row) -> None:
-    trainer(row.build("acting"), fast_dev_run=True).fit(Net(), loader(), loader())
+    trainer(row.build("acting"), fast_dev_run=True).fit(row.net(), loader(), loader())
     run = trainer(row.build("acting"), num_sanity_val_steps=2)
-    run.fit(Net(), loader(), loader())
+    run.fit(row.net(), loader(), loader())
     assert lt.step_ledger(run)[0].total == 7
 
 
 @rows
 def test_evaluation_alone_changes_nothing(row: Row, tmp_path) -> None:
-    module = seeded(Net)
+    module = seeded(row.net)
     run = trainer(row.build("acting"))
     score = run.validate(module, loader(), verbose=False)
     assert score == trainer().validate(module, loader(), verbose=False)
@@ -266,8 +267,8 @@ def test_evaluation_alone_changes_nothing(row: Row, tmp_path) -> None:
 
 
 class WithData(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width=width)
 
     def train_dataloader(self):
         return loader()
@@ -276,6 +277,7 @@ class WithData(Net):
 @rows
 def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
     config = {
+        "model": row.module,
         "trainer": {
             "callbacks": [{"class_path": f"lightning_tricks.{row.name}", "init_args": row.acting}],
             "max_epochs": 1,
@@ -286,23 +288,23 @@ def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-        }
+        },
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     cli = LightningCLI(WithData, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None)
     cli.trainer.fit(cli.model)
     assert lt.step_ledger(cli.trainer)[0].total == 7
-    assert cli.trainer.callback_metrics.keys() == fit(Net(), row.build("acting")).callback_metrics.keys()
+    assert cli.trainer.callback_metrics.keys() == fit(row.net(), row.build("acting")).callback_metrics.keys()
 
 
 @rows
 def test_checkpoint_has_the_plain_keys(row: Row, tmp_path) -> None:
-    module = seeded(Net)
+    module = seeded(row.net)
     plain = list(module.state_dict())
     fit(module, row.build("acting"), ModelCheckpoint(tmp_path, every_n_train_steps=3), enable_checkpointing=True)
     path = next(tmp_path.glob("*.ckpt"))
     assert list(torch.load(path, weights_only=True)["state_dict"]) == plain
-    Net().load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    row.net().load_state_dict(torch.load(path, weights_only=True)["state_dict"])
 
 
 # 8. refusals

@@ -3,6 +3,7 @@
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
+from lightning_tricks.callbacks.float8 import Float8Training
 from lightning_tricks.callbacks.gradient_flow import GradientMonitor
 from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
@@ -15,6 +16,7 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "ExactResume",
+    "Float8Training",
     "GradientMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
