@@ -1,16 +1,18 @@
-"""The command line: ``python -m lightning_tricks list`` and ``consolidate``."""
+"""The command line: ``python -m lightning_tricks list``, ``guide`` and ``consolidate``."""
 
 import argparse
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks
 from lightning_tricks.composition import Trick
 from lightning_tricks.distributed.sharded_checkpoint import consolidate
+from lightning_tricks.functional.number_formats import full_speed, number_formats
 from lightning_tricks.strategies import PRESETS
 
 
@@ -32,6 +34,22 @@ def strategies_in_markdown() -> str:
     return "\n".join(["| string | what it does | the same by class |", "| --- | --- | --- |", *rows])
 
 
+def precision_table() -> Table:
+    """Return the number formats, and which of them this machine runs at full speed."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    fast = full_speed(device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    table = Table(
+        "format", "bits", "largest", "smallest normal", "smallest subnormal", "epsilon", f"full speed here ({name})"
+    )
+    for one in number_formats():
+        figures = (one.largest, one.smallest_normal, one.smallest_subnormal, one.epsilon)
+        table.add_row(
+            one.name, str(one.bits), *(f"{figure:.3g}" for figure in figures), "yes" if fast[one.name] else "no"
+        )
+    return table
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -42,6 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the tricks and strategies, what each buys and costs")
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    guiding = commands.add_parser("guide", help="which trick for which bottleneck")
+    guiding.add_argument("topic", choices=["precision"], help="precision: the number formats, and which run fast here")
     consolidating = commands.add_parser("consolidate", help="a distributed checkpoint as one ordinary file")
     consolidating.add_argument("folder", type=Path, metavar="DIR", help="the folder that FSDP2Strategy saved")
     consolidating.add_argument("file", type=Path, metavar="FILE", help="where to write the file")
@@ -55,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
         except UnpicklingError as error:
             sys.exit(f"{error}\n\nIf you trust where the folder comes from, add --trusted.")
         print(f"wrote {options.file}")
+    elif options.command == "guide":
+        Console().print(precision_table())
     elif options.markdown:
         print(table_in_markdown())
         print()

@@ -83,6 +83,18 @@ def test_command_line_prints_the_table(capsys) -> None:
     assert "fsdp2_offload" in printed
 
 
+def test_guide_to_precision(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    main(["guide", "precision"])
+    printed = capsys.readouterr().out
+    assert "full speed here (cpu)" in printed
+    rows = [re.split(r"\s*│\s*", line.strip())[1:-1] for line in printed.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == ["fp32", "tf32", "fp16", "bf16", "fp8 e4m3", "fp8 e5m2"]
+    assert rows[2][1:6] == ["16", "6.55e+04", "6.1e-05", "5.96e-08", "0.000977"]
+    assert rows[0][6] == "yes"
+    assert rows[4][6] == "no"
+
+
 def test_the_tests_that_it_names_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", README))
     assert len(named) > 15
