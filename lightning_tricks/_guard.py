@@ -1,10 +1,11 @@
 """What the guards share: judging a step before it is taken, vetoing it, and an account of what was left out."""
 
+import math
 import uuid
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typing_extensions import override
 from lightning_tricks._lightning import batch_index
 from lightning_tricks.composition import OptimizerStep, Touches, Trick, current_step
 from lightning_tricks.composition.event_log import append_event, read_events
-from lightning_tricks.functional.clipping import gradient_norm
+from lightning_tricks.functional.clipping import gradient_norm, is_nonfinite
 
 __all__ = ["Guard", "Judgement"]
 
@@ -32,19 +33,27 @@ class Judgement:
 
     Args:
         place: where in the run: the optimizer, the step, the epoch and the batch.
-        values: loss and gradient norm, float32, on the device; the loss is nan where there was none.
-        thresholds: what they were compared with; nan for nothing.
-        bad: a boolean scalar.
+        loss: the mean over ranks, float32; None where there was none.
+        norm: the gradient norm, a scalar.
+        bad: a boolean scalar, on the device as the others are.
+        limits: what loss and norm were compared with, None for nothing.
         named: whether an earlier run had left this batch out, so that nothing was judged.
         vetoed: whether the host knows that this guard left the step out.
     """
 
     place: dict[str, int]
-    values: Tensor
-    thresholds: Tensor
-    bad: Tensor
+    loss: Tensor | None
+    norm: Tensor
+    bad: Tensor = field(init=False)
+    limits: Tensor | None = None
     named: bool = False
     vetoed: bool = False
+
+    @property
+    def values(self) -> Tensor:
+        """Loss and norm, float32; -inf for a loss that there was not."""
+        norm = self.norm.float()
+        return torch.stack([torch.full_like(norm, -torch.inf) if self.loss is None else self.loss, norm])
 
 
 class Guard(Trick):
@@ -69,8 +78,8 @@ class Guard(Trick):
         self.reset()
 
     @abstractmethod
-    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether a step of this loss and norm is bad, and the thresholds of the two, all on the device."""
+    def _judge(self, index: int, judgement: Judgement) -> Tensor:
+        """Return whether a step of optimizer `index` is bad, a boolean scalar on the device."""
 
     def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
         """Do what the action asks for besides leaving the step out; for actions that are taken at once."""
@@ -127,20 +136,20 @@ class Guard(Trick):
         if not step.parameters():
             return
         norm = step.measured(gradient_norm, 2.0)
-        values = torch.stack([self._loss_of_all_ranks(trainer, step, norm), norm.float()])
-        bad, thresholds = self._judge(trainer, step, values)
-        if step.scaler is not None:  # an overflow is the scaler's to skip
-            bad = bad & torch.isfinite(norm)
         place = {
             "optimizer": step.index,
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "batch_idx": batch_index(trainer),
         }
-        named = (step.index, place["epoch"], place["batch_idx"]) in self._named
-        self._judged[step.index] = judgement = Judgement(place, values, thresholds, bad, named)
+        judgement = Judgement(place, self._loss_of_all_ranks(trainer, step, norm), norm)
+        judgement.named = (step.index, place["epoch"], place["batch_idx"]) in self._named
+        bad = judgement.bad = self._judge(step.index, judgement)
+        if step.scaler is not None:  # an overflow is the scaler's to skip
+            bad = judgement.bad = bad & ~is_nonfinite(norm)
+        self._judged[step.index] = judgement
         step.judged = step.judged or self.action != "warn"
-        if named:
+        if judgement.named:
             step.veto(True)
         elif self.action == "skip":
             judgement.vetoed = step.veto(bad)
@@ -148,11 +157,13 @@ class Guard(Trick):
             self._act(trainer, pl_module, step, judgement)
             judgement.vetoed = step.veto(True)
 
-    def _loss_of_all_ranks(self, trainer: pl.Trainer, step: OptimizerStep, norm: Tensor) -> Tensor:
+    def _loss_of_all_ranks(self, trainer: pl.Trainer, step: OptimizerStep, norm: Tensor) -> Tensor | None:
         """The mean over ranks, nan where any rank's is."""
-        if step.loss is None:
-            return torch.full_like(norm, torch.nan, dtype=torch.float32)
-        loss: Tensor = trainer.strategy.reduce(step.loss.clone(), reduce_op="mean")
+        loss = step.loss
+        if loss is None:
+            return None
+        if trainer.world_size > 1:
+            loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
         return loss.to(norm.device, torch.float32)
 
     @override
@@ -169,7 +180,8 @@ class Guard(Trick):
             if len(self._unread) >= _MOST_UNREAD:
                 self._read(trainer)
         elif judgement.vetoed:
-            self._record(trainer, judgement, judgement.values.tolist(), judgement.thresholds.tolist())
+            limits = [torch.nan, torch.nan] if judgement.limits is None else judgement.limits.tolist()
+            self._record(trainer, judgement, judgement.values.tolist(), limits)
         elif step.verdict == "applied":
             self._consecutive[step.index] = 0
         self._refuse_endless()
@@ -187,34 +199,36 @@ class Guard(Trick):
             return
         rows = []
         for one, *known in unread:
-            flags = torch.stack([torch.as_tensor(flag, device=one.bad.device) > 0 for flag in (one.bad, *known)])
-            rows.append(torch.cat([one.values, one.thresholds, flags.float()]))
+            values = one.values
+            limits = torch.full_like(values, torch.nan) if one.limits is None else one.limits
+            flags = torch.stack([torch.as_tensor(flag, device=values.device) > 0 for flag in (one.bad, *known)])
+            rows.append(torch.cat([values, limits, flags.float()]))
         read = torch.stack(rows).tolist()
-        for (judgement, *_), (loss, norm, *thresholds, bad, applied, overflowed) in zip(unread, read, strict=True):
+        for (judgement, *_), (loss, norm, *limits, bad, applied, overflowed) in zip(unread, read, strict=True):
             if bad and not overflowed:
-                self._record(trainer, judgement, [loss, norm], thresholds)
+                self._record(trainer, judgement, [loss, norm], limits)
             elif applied:
                 self._consecutive[judgement.place["optimizer"]] = 0
 
-    def _record(self, trainer: pl.Trainer, judgement: Judgement, values: list[float], thresholds: list[float]) -> None:
+    def _record(self, trainer: pl.Trainer, judgement: Judgement, values: list[float], limits: list[float]) -> None:
         """Count an event, write it down, and tell of the first."""
         loss, norm = values
-        exceeded = next((i for i in range(2) if values[i] > thresholds[i]), None)
+        exceeded = next((i for i in range(2) if math.isfinite(values[i]) and values[i] > limits[i]), None)
         verdict = {"warn": "applied", "rollback": "rolled_back"}.get(self.action, "skipped_guard")
         event = {
             "run": self._run,
             "guard": type(self).__name__,
             **judgement.place,
-            "loss": loss,
+            "loss": None if judgement.loss is None else loss,
             "norm": norm,
-            "threshold": None if exceeded is None else thresholds[exceeded],
+            "threshold": None if exceeded is None else limits[exceeded],
             "exceeded": "finite" if exceeded is None else ("loss", "norm")[exceeded],
             "verdict": verdict,
             "action": self.action,
         }
         if trainer.is_global_zero:
             append_event(Path(self._paths[-1]), event)
-        limit = "" if exceeded is None else f", above {('loss', 'norm')[exceeded]} {thresholds[exceeded]:.4g}"
+        limit = "" if exceeded is None else f", above {('loss', 'norm')[exceeded]} {limits[exceeded]:.4g}"
         text = (
             f"step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}, optimizer "
             f"{event['optimizer']}): loss {loss:.4g}, gradient norm {norm:.4g}{limit}"

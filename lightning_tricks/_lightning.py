@@ -109,7 +109,8 @@ def loss_scaler(trainer: pl.Trainer) -> Any:
 
 def unscaled_loss(trainer: pl.Trainer, loss: Tensor) -> Tensor:
     """The loss that the hooks get, as a scalar before the scaler multiplied it; without waiting for the device."""
-    loss = loss.detach().float().sum()
+    loss = loss.detach().float()
+    loss = loss.sum() if loss.dim() else loss
     scaler = loss_scaler(trainer)
     return loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
 

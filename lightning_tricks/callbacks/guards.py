@@ -16,7 +16,7 @@ from lightning_tricks._rollback import lower_rates, restore_rates_, restore_run_
 from lightning_tricks._validation import check_choice, check_int, check_number
 from lightning_tricks.composition import OptimizerStep, Summary, current_step, step_ledger
 from lightning_tricks.composition.trick import key_of
-from lightning_tricks.functional.clipping import nonfinite_names
+from lightning_tricks.functional.clipping import is_nonfinite, nonfinite_names
 from lightning_tricks.functional.guards import SpikeWindow
 from lightning_tricks.functional.snapshots import SnapshotRing
 
@@ -60,8 +60,8 @@ class NonFiniteGuard(Guard):
         super().__init__(action, check_int("max_consecutive", max_consecutive, minimum=1), None)
 
     @override
-    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
-        return _is_nonfinite(step, values), torch.full_like(values, torch.nan)
+    def _judge(self, index: int, judgement: Judgement) -> Tensor:
+        return _is_nonfinite(judgement)
 
     @override
     def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
@@ -128,7 +128,7 @@ class LossSpikeGuard(Guard):
         RuntimeError: in training, after too many bad steps in a row.
 
     Cost:
-        That of `NonFiniteGuard`, and two medians of `window_steps` numbers a step on the device; with
+        That of `NonFiniteGuard`; every eighth of a window two medians of it, on the device; with
         ``action="rollback"`` `num_snapshots` copies of weights and optimizer state, and one scalar read a step also
         with a fused optimizer.
 
@@ -142,7 +142,7 @@ class LossSpikeGuard(Guard):
 
     job = "guard against loss spikes"
     buys = "a spike of loss or gradient norm is left out, or undone, before it costs the run"
-    costs = "as NonFiniteGuard, two medians a step; to roll back, copies of weights and optimizer state"
+    costs = "as NonFiniteGuard; to roll back, copies of weights and optimizer state"
 
     def __init__(
         self,
@@ -172,7 +172,8 @@ class LossSpikeGuard(Guard):
         super().reset()
         self._windows: dict[int, SpikeWindow] = {}
         self._saved_windows: dict[int, dict[str, Any]] = {}
-        self._thresholds: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._limits: dict[int, Tensor] = {}
         self._ring = SnapshotRing(self.num_snapshots)
         self._judges_nonfinite = True
         self._rolls_back = False
@@ -200,10 +201,12 @@ class LossSpikeGuard(Guard):
         return self._windows[index]
 
     @override
-    def _judge(self, trainer: pl.Trainer, step: OptimizerStep, values: Tensor) -> tuple[Tensor, Tensor]:
-        thresholds = self._thresholds[step.index] = self._window(step.index, values.device).thresholds(values)
-        bad = (torch.isfinite(values) & (values > thresholds)).any()
-        return (bad | _is_nonfinite(step, values) if self._judges_nonfinite else bad), thresholds
+    def _judge(self, index: int, judgement: Judgement) -> Tensor:
+        values = self._values[index] = judgement.values
+        window = self._window(index, values.device)
+        judgement.limits = self._limits[index] = window.limits(values)
+        bad = window.exceeds(values)
+        return bad if self._judges_nonfinite else bad & ~_is_nonfinite(judgement)
 
     @override
     def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
@@ -214,7 +217,8 @@ class LossSpikeGuard(Guard):
 
     @override
     def _learn(self, step: OptimizerStep, judgement: Judgement) -> None:
-        self._window(step.index, judgement.values.device).step(judgement.values, step.applied)
+        values = self._values.pop(step.index)
+        self._window(step.index, values.device).step(values, step.applied)
         if step.applied is not False:
             self._steps_since_snapshot += 1
             self._lowered_steps = max(self._lowered_steps - 1, 0)
@@ -291,9 +295,9 @@ class LossSpikeGuard(Guard):
         super().metrics(trainer, stepped)
         values: dict[str, float | Tensor] = {"guard/spikes": float(self.num_events)}
         for index in stepped:
-            if index in self._thresholds:
-                values[key_of("guard/loss_threshold", index)] = self._thresholds[index][0]
-                values[key_of("guard/norm_threshold", index)] = self._thresholds[index][1]
+            if index in self._limits:
+                values[key_of("guard/loss_threshold", index)] = self._limits[index][0]
+                values[key_of("guard/norm_threshold", index)] = self._limits[index][1]
         return values
 
     @override
@@ -318,7 +322,6 @@ class LossSpikeGuard(Guard):
         self._lowered_steps = state_dict["lowered_steps"]
 
 
-def _is_nonfinite(step: OptimizerStep, values: Tensor) -> Tensor:
+def _is_nonfinite(judgement: Judgement) -> Tensor:
     """Whether the loss, if there is one, or the norm is inf or nan."""
-    looked_at = values if step.loss is not None else values[1:]
-    return ~torch.isfinite(looked_at).all()
+    return is_nonfinite(judgement.norm if judgement.loss is None else judgement.loss + judgement.norm)

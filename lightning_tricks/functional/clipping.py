@@ -159,7 +159,7 @@ def is_nonfinite(norm: Tensor) -> Tensor:
         >>> is_nonfinite(torch.tensor(float("nan")))
         tensor(True)
     """
-    return ~torch.isfinite(norm)
+    return (norm - norm) != 0  # inf - inf is nan; two kernels, where isfinite takes four
 
 
 def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor, norm: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ threshold for the next.
 
 Formula:
     x is a spike if x > median(w) + z * max(1.4826 * median(|w - median(w)|), 0.01 * |median(w)|)
-    with w the values of applied steps, without the newest eighth of a window
+    with w the values of applied steps but the newest d to 2 d - 1, d an eighth of the window
 
 Reference:
     Rousseeuw, Hubert (2011), "Robust statistics for outlier detection", doi:10.1002/widm.2, section 2 (the factor
@@ -18,14 +18,14 @@ Differs:
     The spread is at least a hundredth of the centre, so that values that hardly vary do not make noise a spike.
 
 Cost:
-    Two medians of `window_steps` numbers a step, on the device. No synchronisation.
+    One comparison a step, on the device; every d steps two medians of `window_steps` numbers. No synchronisation.
 
 Sharding:
     None of its own: what comes in is global, and each rank computes the same.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,35 +58,32 @@ class SpikeWindow:
     window_steps: int
     warmup_steps: int
     values: Tensor | None = None
-    """Of shape (quantities, window + delay), the newest last; nan where there is none yet."""
+    """Of shape (quantities, window), the newest last; nan where there is none yet."""
+    _limits: Tensor | None = None
+    _newest: list[tuple[Tensor, bool | Tensor]] = field(default_factory=list)
 
     @property
     def delay_steps(self) -> int:
-        """How many of the newest values are left out of the comparison."""
-        return min(self.window_steps // 8, self.warmup_steps // 2)
+        """How many of the newest values are left out of the comparison, at least."""
+        return max(min(self.window_steps // 8, self.warmup_steps // 2), 1)
 
-    def thresholds(self, values: Tensor) -> Tensor:
-        """Return the value of each quantity above which it is a spike; inf during the warmup.
+    def limits(self, values: Tensor) -> Tensor:
+        """Return the value of each quantity above which it is a spike; the largest finite one during the warmup.
 
         Args:
             values: one of each quantity, for their number, device and dtype.
         """
-        if self.values is None:
-            return torch.full_like(values, math.inf)
-        window = self.values[:, : self.window_steps]
-        centre = window.nanmedian(dim=1).values
-        spread = _NORMAL * (window - centre[:, None]).abs().nanmedian(dim=1).values
-        threshold = centre + self.z_threshold * torch.maximum(spread, _LEAST_SPREAD * centre.abs())
-        enough = (~self.values.isnan()).sum(dim=1) >= self.warmup_steps
-        return torch.where(enough, threshold, torch.full_like(threshold, math.inf))
+        if self._limits is None:
+            self._limits = torch.full_like(values, torch.finfo(values.dtype).max)
+        return self._limits
 
     def exceeds(self, values: Tensor) -> Tensor:
-        """Return whether any of the values is a spike, as a boolean scalar. One that is nan is none.
+        """Return whether any of the values is a spike, or inf or nan, as a boolean scalar.
 
         Args:
-            values: one of each quantity.
+            values: one of each quantity; -inf for one that there is not.
         """
-        return (values > self.thresholds(values)).any()
+        return ~(values <= self.limits(values)).all()
 
     def step(self, values: Tensor, applied: bool | Tensor = True) -> None:
         """Take in the values of one step.
@@ -97,18 +94,15 @@ class SpikeWindow:
         """
         if applied is False:
             return
-        if self.values is None:
-            shape = (len(values), self.window_steps + self.delay_steps)
-            self.values = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)
-        enters = torch.isfinite(values)
-        if isinstance(applied, Tensor):
-            enters = enters & (applied > 0)
-        shifted = torch.cat([self.values[:, 1:], values[:, None]], dim=1)
-        self.values = torch.where(enters[:, None], shifted, self.values)
+        self._newest.append((values, applied))
+        if len(self._newest) == 2 * self.delay_steps:
+            self._take_in(self._newest[: self.delay_steps])
+            del self._newest[: self.delay_steps]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values, on the CPU. Synchronises with the device."""
-        return {"values": None if self.values is None else self.values.cpu()}
+        newest = [_entering([one]).cpu() for one in self._newest]
+        return {"values": None if self.values is None else self.values.cpu(), "newest": newest}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take values over from a checkpoint, the newest of them if it kept more.
@@ -118,10 +112,39 @@ class SpikeWindow:
             device: where the values are to be.
         """
         saved = state["values"]
-        if saved is None:
-            self.values = None
-            return
-        shape = (len(saved), self.window_steps + self.delay_steps)
-        self.values = torch.full(shape, math.nan, dtype=saved.dtype, device=device)
-        kept = saved[:, -shape[1] :]
-        self.values[:, -kept.shape[1] :] = kept.to(device)
+        self.values = self._limits = None
+        self._newest = []
+        if saved is not None:
+            self.values = saved.new_full((len(saved), self.window_steps), math.nan)
+            kept = saved[:, -self.window_steps :]
+            self.values[:, -kept.shape[1] :] = kept
+            self.values = self.values.to(device)
+            self._set_limits()
+        for one in state["newest"]:
+            self.step(one[:, 0].to(device))
+
+    def _take_in(self, steps: list[tuple[Tensor, bool | Tensor]]) -> None:
+        new = _entering(steps)
+        if self.values is None:
+            self.values = new.new_full((len(new), self.window_steps), math.nan)
+        joined = torch.cat([self.values, new], dim=1)
+        # What is nan moves to the front, and the oldest of the rest out.
+        order = (~joined.isnan()).int().argsort(dim=1, stable=True)
+        self.values = joined.gather(1, order)[:, -self.window_steps :]
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        assert self.values is not None
+        centre = self.values.nanmedian(dim=1).values
+        spread = _NORMAL * (self.values - centre[:, None]).abs().nanmedian(dim=1).values
+        limits = centre + self.z_threshold * torch.maximum(spread, _LEAST_SPREAD * centre.abs())
+        enough = (~self.values.isnan()).sum(dim=1) >= self.warmup_steps - self.delay_steps
+        self._limits = torch.where(enough, limits, torch.finfo(limits.dtype).max)
+
+
+def _entering(steps: list[tuple[Tensor, bool | Tensor]]) -> Tensor:
+    """The steps' values side by side, nan where they do not enter."""
+    values = torch.stack([value for value, _ in steps], dim=1)
+    known = [applied if isinstance(applied, Tensor) else torch.ones_like(value[0]) for value, applied in steps]
+    enters = torch.isfinite(values) & (torch.stack(known) > 0)
+    return torch.where(enters, values, math.nan)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks as lt
+from tests.benchmarks.guards import gradient_monitor, guards, snapshot
 from tests.benchmarks.sharding import accumulated_step_time, bytes_of_ranks, collectives, step_time
 from tests.benchmarks.side_by_side import Result, Run, Stack, milliseconds, seconds_per_step
 
@@ -78,6 +79,9 @@ BENCHMARKS = (
     Benchmark("clipping, loss-scale monitor and schedule against none, on a step of 20 ms", three_callbacks),
     Benchmark("`grad/norm` against Lightning's `self.log_dict(grad_norm(self, 2))`, 200 tensors", norm_logging),
     Benchmark("a step with `ActivationCheckpointing` against none (it recomputes)", checkpointing),
+    Benchmark("what `GradientMonitor` at every 50 steps adds to a step of 20 ms", gradient_monitor),
+    Benchmark("what `NonFiniteGuard`, and `LossSpikeGuard`, adds to a step with a clipper", guards),
+    Benchmark("a snapshot of the rollback ring against a clone of the same tensors", snapshot),
     Benchmark(
         "`fsdp2`, `zero2`, `zero1`: parameters / gradients / optimizer state of a rank against DDP's", bytes_of_ranks
     ),

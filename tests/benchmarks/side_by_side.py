@@ -72,7 +72,26 @@ def seconds_per_step(runs: list[Run], data: torch.Tensor, *, steps: int, rounds:
 
     The runs take turns, in both orders.
     """
-    times: list[list[float]] = [[] for _ in runs]
+    found = times_of_rounds(runs, data, steps=steps, rounds=rounds)
+    joined = [[one for times in rounds_of_run for one in times] for rounds_of_run in found]
+    return [lower_quartile(times) for times in joined]
+
+
+def added_to_first(runs: list[Run], data: torch.Tensor, *, steps: int, rounds: int) -> tuple[list[float], list[float]]:
+    """What each run after the first adds to a step of the first, as a share; and the seconds of a step of each.
+
+    The median over rounds, each within itself: a machine that is slow for a while is slow for all runs of a round.
+    """
+    found = [
+        [lower_quartile(times) for times in one] for one in times_of_rounds(runs, data, steps=steps, rounds=rounds)
+    ]
+    shares = [statistics.median(b / a - 1 for a, b in zip(found[0], one, strict=True)) for one in found[1:]]
+    return shares, [statistics.median(one) for one in found]
+
+
+def times_of_rounds(runs: list[Run], data: torch.Tensor, *, steps: int, rounds: int) -> list[list[list[float]]]:
+    """Seconds of each step, by run and round."""
+    times: list[list[list[float]]] = [[] for _ in runs]
     for round_ in range(rounds):
         order = range(len(runs)) if round_ % 2 == 0 else reversed(range(len(runs)))
         for index in order:
@@ -80,8 +99,12 @@ def seconds_per_step(runs: list[Run], data: torch.Tensor, *, steps: int, rounds:
             clock = Clock()
             fit = trainer(*callbacks, clock, **{"max_steps": steps, "max_epochs": -1, **options})
             fit.fit(module, DataLoader(data.expand(steps, *data.shape), batch_size=None))
-            times[index] += clock.steps()
-    return [statistics.quantiles(one, n=4)[0] for one in times]
+            times[index].append(clock.steps())
+    return times
+
+
+def lower_quartile(times: list[float]) -> float:
+    return statistics.quantiles(times, n=4)[0]
 
 
 def milliseconds(times: list[float]) -> str:

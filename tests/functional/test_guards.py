@@ -8,29 +8,47 @@ import torch
 
 from lightning_tricks.functional.guards import SpikeWindow
 
-INF, NAN = math.inf, math.nan
+INF, NAN, LARGEST = math.inf, math.nan, torch.finfo(torch.float64).max
 
 
-def slow_threshold(values: list[float], z: float, window: int, delay: int, warmup: int) -> float:
-    if len(values) < warmup:
-        return INF
-    compared = values[: len(values) - delay][-window:]
+def slow_limit(values: list[float], z: float, window: int, delay: int, warmup: int) -> float:
+    """From all values so far: taken in by `delay` at a time, and never the newest `delay`."""
+    taken_in = values[: max(len(values) // delay - 1, 0) * delay]
+    if len(taken_in) < warmup - delay:
+        return LARGEST
+    compared = taken_in[-window:]
     centre = statistics.median_low(compared)
     spread = 1.4826 * statistics.median_low([abs(one - centre) for one in compared])
     return centre + z * max(spread, 0.01 * abs(centre))
 
 
-@pytest.mark.parametrize(("window", "warmup", "delay"), [(16, 8, 2), (128, 32, 16), (4, 2, 0), (32, 2, 1)])
+@pytest.mark.parametrize(("window", "warmup", "delay"), [(16, 8, 2), (128, 32, 16), (4, 2, 1), (64, 64, 8)])
 def test_equals_lists(window: int, warmup: int, delay: int) -> None:
     fast = SpikeWindow(6.0, window, warmup)
     assert fast.delay_steps == delay
     seen: list[list[float]] = [[], []]
     for values in torch.rand(3 * window, 2, dtype=torch.float64).exp():
-        expected = [slow_threshold(one, 6.0, window, delay, warmup) for one in seen]
-        assert fast.thresholds(values).tolist() == pytest.approx(expected)
+        expected = [slow_limit(one, 6.0, window, delay, warmup) for one in seen]
+        assert fast.limits(values).tolist() == pytest.approx(expected)
         fast.step(values)
         for one, value in zip(seen, values.tolist(), strict=True):
             one.append(value)
+
+
+def test_it_judges_from_the_warmup_on() -> None:
+    window = SpikeWindow(6.0, 128, 32)
+    judged = []
+    for i in range(40):
+        judged.append(bool(window.exceeds(torch.tensor([1e9]))))
+        window.step(torch.tensor([1.0 + 0.01 * (i % 5)]))
+    assert judged == [False] * 32 + [True] * 8
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_what_is_not_finite_exceeds_also_in_the_warmup(value: float) -> None:
+    window = SpikeWindow(6.0, 16, 8)
+    assert window.exceeds(torch.tensor([1.0, value]))
+    assert not window.exceeds(torch.tensor([-INF, 1.0]))  # there is no loss
 
 
 @pytest.mark.parametrize("device_knows", [False, True])
@@ -42,36 +60,46 @@ def test_what_was_not_applied_or_is_not_finite_never_enters(device_knows: bool) 
         window.step(torch.tensor([INF, NAN]))
     assert window.values.max() == 2.0
     assert not window.values.isnan().any()
+    assert window.values[0, -3:].tolist() in ([1.0, 2.0, 1.0], [2.0, 1.0, 2.0])  # in their order
 
 
 def test_one_quantity_enters_without_the_other() -> None:
     window = SpikeWindow(6.0, 4, 2)
     for _ in range(6):
-        window.step(torch.tensor([NAN, 3.0]))
-    thresholds = window.thresholds(torch.tensor([1.0, 1.0]))
-    assert thresholds[0] == INF
-    assert thresholds[1] == pytest.approx(3.0 + 6 * 0.03)
-    assert not window.exceeds(torch.tensor([NAN, 3.0]))
+        window.step(torch.tensor([-INF, 3.0]))
+    limits = window.limits(torch.tensor([1.0, 1.0]))
+    assert limits[0] == torch.finfo(torch.float32).max
+    assert limits[1] == pytest.approx(3.0 + 6 * 0.03)
+    assert not window.exceeds(torch.tensor([-INF, 3.0]))
 
 
 def test_a_cluster_of_spikes_does_not_raise_the_threshold() -> None:
     """Applied all the same, as with the action "warn": the newest values are not compared with."""
-    window = SpikeWindow(6.0, 16, 8)
-    for i in range(40):
+    window = SpikeWindow(6.0, 64, 32)
+    for i in range(80):
         window.step(torch.tensor([1.0 + 0.1 * (i % 3)]))
-    before = window.thresholds(torch.tensor([1.0]))
-    for _ in range(2):
+    for _ in range(window.delay_steps):
         assert window.exceeds(torch.tensor([50.0]))
+        assert float(window.limits(torch.tensor([1.0]))) < 5.0
         window.step(torch.tensor([50.0]))
-    assert window.thresholds(torch.tensor([1.0])) == pytest.approx(before)
 
 
-def test_state_goes_on_and_into_another_size() -> None:
-    first = SpikeWindow(6.0, 16, 4)
+@pytest.mark.parametrize("steps", [0, 3, 12, 50])
+def test_state_goes_on(steps: int) -> None:
+    first = SpikeWindow(6.0, 32, 8)
+    for i in range(steps):
+        first.step(torch.tensor([float(i % 7)]), torch.tensor(float(i % 3 > 0)))
+    second = SpikeWindow(6.0, 32, 8)
+    second.load_state_dict(first.state_dict(), torch.device("cpu"))
+    for i in range(20):
+        for one in (first, second):
+            one.step(torch.tensor([float(i % 5)]))
+        assert torch.equal(first.limits(torch.zeros(1)), second.limits(torch.zeros(1)))
+
+
+def test_state_goes_into_a_smaller_window() -> None:
+    first, smaller = SpikeWindow(6.0, 16, 4), SpikeWindow(6.0, 4, 2)
     for i in range(12):
         first.step(torch.tensor([float(i)]))
-    second, smaller = SpikeWindow(6.0, 16, 4), SpikeWindow(6.0, 4, 2)
-    for one in (second, smaller):
-        one.load_state_dict(first.state_dict(), torch.device("cpu"))
-    assert torch.equal(first.thresholds(torch.zeros(1)), second.thresholds(torch.zeros(1)))
-    assert smaller.values[0].tolist() == [8.0, 9.0, 10.0, 11.0]
+    smaller.load_state_dict(first.state_dict(), torch.device("cpu"))
+    assert smaller.values[0].tolist() == [7.0, 8.0, 9.0, 10.0]
