@@ -1,6 +1,7 @@
 """What the guards share: judging a step before it is taken, vetoing it, and an account of what was left out."""
 
 import math
+import os
 import uuid
 from abc import abstractmethod
 from collections import deque
@@ -84,8 +85,8 @@ class Guard(Trick):
     def _act(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep, judgement: Judgement) -> None:
         """Do what the action asks for besides leaving the step out; for actions that are taken at once."""
 
-    def _learn(self, step: OptimizerStep, judgement: Judgement) -> None:
-        """Take in what became of a step."""
+    def _learn(self, step: OptimizerStep, judgement: Judgement | None) -> None:
+        """Take in what became of a step; None if another guard had left it out before this one saw it."""
 
     @override
     def reset(self) -> None:
@@ -107,8 +108,6 @@ class Guard(Trick):
                     f"expected an action that leaves no step out for LBFGS, got {self.action!r}: it moves the weights "
                     f"within a step. Drop {type(self).__name__}, or take another optimizer"
                 )
-        if self.events_path is not None and Path(self.events_path).is_dir():
-            raise ValueError(f"expected `events_path` to be a file, got the folder {str(self.events_path)!r}")
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -122,7 +121,10 @@ class Guard(Trick):
             if one.get("run") == self._run and one["guard"] == type(self).__name__ and one["verdict"] != "applied"
         ]
         # Only rank 0 writes, perhaps where only it can read.
-        self._run, named = trainer.strategy.broadcast((self._run or uuid.uuid4().hex, named))
+        fault = _why_not_writable(Path(path)) if trainer.is_global_zero else ""
+        self._run, named, fault = trainer.strategy.broadcast((self._run or uuid.uuid4().hex, named, fault))
+        if fault:
+            raise ValueError(f"expected `events_path` to be a file that can be written, got {path!r}: {fault}")
         self._named = {(optimizer, epoch, batch) for optimizer, epoch, batch in named}
         self._paths = list(dict.fromkeys([*self._paths, path]))
 
@@ -169,9 +171,10 @@ class Guard(Trick):
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         judgement = self._judged.pop(step.index, None)
+        if judgement is not None or step.verdict == "skipped_guard":
+            self._learn(step, judgement)
         if judgement is None:
             return
-        self._learn(step, judgement)
         if judgement.named:
             self.num_events += 1
             self._consecutive[step.index] = self._consecutive.get(step.index, 0) + 1
@@ -287,3 +290,13 @@ class Guard(Trick):
         self._paths = list(state_dict["paths"])
         self._consecutive = dict(state_dict["consecutive"])
         self.num_events = state_dict["num_events"]
+
+
+def _why_not_writable(path: Path) -> str:
+    """Why a file cannot be written there, "" if it can. Writes nothing: there may never be an event."""
+    if path.is_dir():
+        return "it is a folder"
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if there != path and not there.is_dir():
+        return f"{str(there)!r} is no folder"
+    return "" if os.access(there, os.W_OK) else f"{str(there)!r} is read-only"

@@ -135,7 +135,7 @@ ROWS = (
         refusals=(
             (_fit(lt.LossSpikeGuard(), lt.LossSpikeGuard("warn")), r"LossSpikeGuard"),
             (_fit(lt.LossSpikeGuard(), module=LbfgsNet()), r"LBFGS"),
-            (_fit(lt.LossSpikeGuard(events_path="/")), r"the folder"),
+            (_fit(lt.LossSpikeGuard(events_path="/")), r"it is a folder"),
         ),
     ),
     Row(

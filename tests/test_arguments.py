@@ -45,6 +45,7 @@ WRONG = [
     (lt.LossSpikeGuard, {"warmup_steps": 1}, ValueError, "`warmup_steps` to be at least 2, got 1"),
     (lt.LossSpikeGuard, {"snapshot_every_steps": 0}, ValueError, "`snapshot_every_steps` .* got 0"),
     (lt.LossSpikeGuard, {"num_snapshots": 0}, ValueError, "`num_snapshots` to be at least 1, got 0"),
+    (lt.LossSpikeGuard, {"events_path": 3}, TypeError, "`events_path` to be a path or None, got 3"),
     (lt.LossSpikeGuard, {"lr_factor": 1.5}, ValueError, "`lr_factor` .* at most 1.0, got 1.5"),
     (lt.LossSpikeGuard, {"lr_factor": 0.0}, ValueError, "`lr_factor` to be above 0.0 .* got 0.0"),
     (lt.GradientMonitor, {"every_n_steps": 0}, ValueError, "`every_n_steps` to be at least 1, got 0"),

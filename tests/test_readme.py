@@ -28,7 +28,7 @@ def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"module": Net(), "data": loader(), "torch": torch}
     python = [code for code in blocks("python") if not is_distributed(code)]
-    assert len(python) == 4
+    assert len(python) == 5
     for code in python:
         exec(compile(code, "README.md", "exec"), names)
     assert lt.step_ledger(names["trainer"])[0].applied == 7
@@ -37,6 +37,7 @@ def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
     assert "net.0-2  3 x 88      3 x 176" in printed
     assert len([line for line in python[0].splitlines() if line]) <= 12
 
+    assert 0 < lt.step_ledger(names["guarded"])[0].applied <= 7
     noisy = names["GradientNoise"](0.1)
     run = pl.Trainer(callbacks=[noisy, lt.GradientNormClipping()], max_epochs=1, accelerator="cpu", log_every_n_steps=1)
     run.fit(Net(), loader())

@@ -1,5 +1,6 @@
 """Guards: they judge a step before it is taken, and keep one that would do harm from the weights."""
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -122,8 +123,8 @@ class LossSpikeGuard(Guard):
         events_path: the log of events; None for ``guard_events.jsonl`` in the Trainer's log folder.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range; LBFGS with an action that leaves a step
-            out (at the start of fit).
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the log cannot be written there; LBFGS
+            with an action that leaves a step out (both at the start of fit).
         MemoryError: the snapshots would not fit, with both figures, before one is taken.
         RuntimeError: in training, after too many bad steps in a row.
 
@@ -165,6 +166,8 @@ class LossSpikeGuard(Guard):
         self.snapshot_every_steps = check_int("snapshot_every_steps", snapshot_every_steps, minimum=1)
         self.num_snapshots = check_int("num_snapshots", num_snapshots, minimum=1)
         self.lr_factor = check_number("lr_factor", lr_factor, above=True, maximum=1.0)
+        if events_path is not None and not isinstance(events_path, (str, os.PathLike)):
+            raise TypeError(f"expected `events_path` to be a path or None, got {events_path!r}")
         super().__init__(action, 10, events_path)
 
     @override
@@ -216,9 +219,10 @@ class LossSpikeGuard(Guard):
             self._rolls_back = True  # at the end of the batch, when schedulers and scaler have done their part
 
     @override
-    def _learn(self, step: OptimizerStep, judgement: Judgement) -> None:
-        values = self._values.pop(step.index)
-        self._window(step.index, values.device).step(values, step.applied)
+    def _learn(self, step: OptimizerStep, judgement: Judgement | None) -> None:
+        values = self._values.pop(step.index, None)
+        device = step.optimizer.param_groups[0]["params"][0].device if values is None else values.device
+        self._window(step.index, device).step(values, step.applied)
         if step.applied is not False:
             self._steps_since_snapshot += 1
             self._lowered_steps = max(self._lowered_steps - 1, 0)

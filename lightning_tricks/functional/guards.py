@@ -7,7 +7,7 @@ threshold for the next.
 
 Formula:
     x is a spike if x > median(w) + z * max(1.4826 * median(|w - median(w)|), 0.01 * |median(w)|)
-    with w the values of applied steps but the newest d to 2 d - 1, d an eighth of the window
+    with w the values of applied steps, without the newest d to 2 d - 1 steps, d an eighth of the window
 
 Reference:
     Rousseeuw, Hubert (2011), "Robust statistics for outlier detection", doi:10.1002/widm.2, section 2 (the factor
@@ -60,7 +60,7 @@ class SpikeWindow:
     values: Tensor | None = None
     """Of shape (quantities, window), the newest last; nan where there is none yet."""
     _limits: Tensor | None = None
-    _newest: list[tuple[Tensor, bool | Tensor]] = field(default_factory=list)
+    _newest: list[tuple[Tensor | None, bool | Tensor]] = field(default_factory=list)
 
     @property
     def delay_steps(self) -> int:
@@ -85,23 +85,19 @@ class SpikeWindow:
         """
         return ~(values <= self.limits(values)).all()
 
-    def step(self, values: Tensor, applied: bool | Tensor = True) -> None:
-        """Take in the values of one step.
+    def step(self, values: Tensor | None, applied: bool | Tensor = True) -> None:
+        """Take in one step. Those that were left out count as steps, so that it does not matter who knows of it.
 
         Args:
-            values: one of each quantity. Those that are not finite are left out.
+            values: one of each quantity, None where none was measured. Those that are not finite are left out.
             applied: whether the step was; a bool, or a scalar holding 0 or 1.
         """
-        if applied is False:
-            return
         self._newest.append((values, applied))
-        if len(self._newest) == 2 * self.delay_steps:
-            self._take_in(self._newest[: self.delay_steps])
-            del self._newest[: self.delay_steps]
+        self._take_in()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values, on the CPU. Synchronises with the device."""
-        newest = [_entering([one]).cpu() for one in self._newest]
+        newest = [None if one[0] is None else _entering([one])[:, 0].cpu() for one in self._newest]
         return {"values": None if self.values is None else self.values.cpu(), "newest": newest}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -120,11 +116,17 @@ class SpikeWindow:
             self.values[:, -kept.shape[1] :] = kept
             self.values = self.values.to(device)
             self._set_limits()
-        for one in state["newest"]:
-            self.step(one[:, 0].to(device))
+        self._newest = [(None if one is None else one.to(device), True) for one in state["newest"]]
+        self._take_in()
 
-    def _take_in(self, steps: list[tuple[Tensor, bool | Tensor]]) -> None:
-        new = _entering(steps)
+    def _take_in(self) -> None:
+        while len(self._newest) >= 2 * self.delay_steps:
+            steps = [step for step in self._newest[: self.delay_steps] if step[0] is not None]
+            del self._newest[: self.delay_steps]
+            if steps:
+                self._append(_entering(steps))
+
+    def _append(self, new: Tensor) -> None:
         if self.values is None:
             self.values = new.new_full((len(new), self.window_steps), math.nan)
         joined = torch.cat([self.values, new], dim=1)
@@ -142,9 +144,13 @@ class SpikeWindow:
         self._limits = torch.where(enough, limits, torch.finfo(limits.dtype).max)
 
 
-def _entering(steps: list[tuple[Tensor, bool | Tensor]]) -> Tensor:
+def _entering(steps: list[tuple[Tensor | None, bool | Tensor]]) -> Tensor:
     """The steps' values side by side, nan where they do not enter."""
-    values = torch.stack([value for value, _ in steps], dim=1)
-    known = [applied if isinstance(applied, Tensor) else torch.ones_like(value[0]) for value, applied in steps]
+    measured = [(value, applied) for value, applied in steps if value is not None]
+    values = torch.stack([value for value, _ in measured], dim=1)
+    known = [
+        applied if isinstance(applied, Tensor) else torch.full_like(value[0], float(applied))
+        for value, applied in measured
+    ]
     enters = torch.isfinite(values) & (torch.stack(known) > 0)
     return torch.where(enters, values, math.nan)

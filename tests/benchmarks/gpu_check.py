@@ -1,12 +1,14 @@
-"""Check the strategies on one GPU, in at most 4 minutes: ``python -m tests.benchmarks.gpu_check``.
+"""Check strategies, guards and precision on one GPU, in at most 4 minutes: ``python -m tests.benchmarks.gpu_check``.
 
 Exits with 1 on a fault. What CPUs and gloo cannot show: NCCL, CUDA's kernels under bf16, `torch.inference_mode` before
-training, peak memory. With ``--accelerator cpu`` it runs small on a CPU, to see that the script itself is sound.
+training, peak memory, waits for the device, fp8. With ``--accelerator cpu`` it runs small on a CPU, to see that the
+script itself is sound.
 """
 
 import argparse
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ FIXED = {"use_distributed_sampler": False}  # Lightning's would shuffle
 class Net(Stack):
     """Blocks of a width that fills a GPU, or a small one on a CPU."""
 
-    def __init__(self, width: int, depth: int, batchnorm: bool = False) -> None:
+    def __init__(self, width: int, depth: int, batchnorm: bool = False, fused: bool = False) -> None:
         super().__init__(width, depth)
+        self.fused = fused
         if batchnorm:
             self.blocks.append(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)))
 
@@ -36,7 +39,7 @@ class Net(Stack):
         self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), eps=1e-3)
+        return torch.optim.AdamW(self.parameters(), eps=1e-3, fused=self.fused)
 
 
 class Check:
@@ -58,13 +61,19 @@ class Check:
         print(f"{'ok  ' if holds else 'FAIL'} {what}: {value}", flush=True)
 
     def fit(
-        self, strategy: Any, *callbacks: pl.Callback, validate: bool = False, batchnorm: bool = False, **options: Any
+        self,
+        strategy: Any,
+        *callbacks: pl.Callback,
+        validate: bool = False,
+        batchnorm: bool = False,
+        fused: bool = False,
+        **options: Any,
     ) -> tuple[dict[str, torch.Tensor], float, pl.Trainer]:
         """Weights, peak bytes and Trainer of a short run."""
         if self.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        module = seeded(lambda: Net(*self.size, batchnorm=batchnorm))
+        module = seeded(lambda: Net(*self.size, batchnorm=batchnorm, fused=fused))
         data = DataLoader(torch.randn(6, 64, self.size[0], generator=torch.Generator().manual_seed(1)), batch_size=None)
         run = trainer(*callbacks, **{"accelerator": self.accelerator, "strategy": strategy, **FIXED, **options})
         if validate:
@@ -119,7 +128,62 @@ def run(accelerator: str) -> list[tuple[str, str, bool]]:
             module, DataLoader(torch.randn(1, 4, check.size[0]), batch_size=None), ckpt_path=path, verbose=False
         )
         check.equal("an asynchronous folder, loaded", {k: v.cpu() for k, v in weights(module).items()}, saved, 0.0)
+    guards_and_precision(check)
     return check.rows
+
+
+class Bad(pl.Callback):
+    """Makes one batch nan, and counts the warnings of waits for the device in the steps after the first two."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.waits = 0
+        self._caught: Any = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.at:
+            batch.mul_(torch.nan)
+        if batch.is_cuda and batch_idx > 1:
+            self._caught = warnings.catch_warnings(record=True)
+            self._warnings = self._caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self._caught is not None:
+            torch.cuda.set_sync_debug_mode("default")
+            self._caught.__exit__(None, None, None)
+            self.waits += sum("synchroniz" in str(one.message) for one in self._warnings)
+            self._caught = None
+
+
+def guards_and_precision(check: Check) -> None:
+    def tricks() -> list[lt.Trick]:
+        return [lt.NonFiniteGuard(), lt.LossSpikeGuard(), lt.ZScoreGradientClipping(), lt.GradientMonitor()]
+
+    waits = []
+    for callbacks in ([], tricks()):
+        bad = Bad(at=3 if callbacks else -1)
+        found, _, fitted = check.fit("auto", *callbacks, bad, fused=True, log_every_n_steps=50)
+        waits.append(bad.waits)
+    ledger = lt.step_ledger(fitted)[0]
+    finite = all(bool(value.isfinite().all()) for value in found.values())
+    counts = f"{ledger.applied} applied, {ledger.skipped_guard} left out"
+    check.found("a fused optimizer, one batch of nan", counts, finite and ledger.skipped_guard == 1)
+    check.found(
+        "waits for the device that guards, clipper and monitor add", str(waits[1] - waits[0]), waits[0] == waits[1]
+    )
+    _, _, fitted = check.fit("auto", lt.LossSpikeGuard("rollback"), Bad(at=3), max_epochs=1)
+    check.found("a rollback", f"{lt.step_ledger(fitted)[0].rolled_back}", lt.step_ledger(fitted)[0].rolled_back == 1)
+    _, _, fitted = check.fit("auto", lt.LossScaleMonitor(), plugins=[lt.FP16Precision()])
+    check.found("FP16Precision", f"{lt.step_ledger(fitted)[0].applied} applied", lt.step_ledger(fitted)[0].applied > 0)
+    mixed, _, _ = check.fit("auto", precision="bf16-mixed")
+    for recipe in ("tensorwise", "rowwise"):
+        fp8 = lt.Float8Training(recipe, emulate=not check.cuda)  # type: ignore[arg-type]
+        eight, _, _ = check.fit("fsdp2", fp8, lt.ActivationCheckpointing(), precision="bf16-mixed")
+        check.equal(f"fp8, {recipe}, under fsdp2 with checkpointing, against bf16", eight, mixed, 2e-2)
 
 
 def main() -> int:

@@ -278,9 +278,16 @@ def test_the_log_of_the_first_run_is_found_from_another_folder(tmp_path) -> None
     assert_same(weights(resumed), weights(module))
 
 
-def test_events_path_that_is_a_folder_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`events_path` to be a file, got the folder"):
-        fit(Net(), lt.LossSpikeGuard(events_path=str(tmp_path)))
+def test_events_path_that_cannot_be_written_is_refused_at_the_start(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, words in ((tmp_path, "it is a folder"), (file / "a" / "b.jsonl", "file' is no folder")):
+        with pytest.raises(ValueError, match=words):
+            fit(Net(fail_at=0), lt.LossSpikeGuard(events_path=str(path)))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="is read-only"):
+        fit(Net(fail_at=0), lt.LossSpikeGuard(events_path=str(tmp_path / "c" / "d.jsonl")))
+    assert list(tmp_path.iterdir()) == [file]
 
 
 # Rollback

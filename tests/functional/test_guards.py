@@ -63,6 +63,20 @@ def test_what_was_not_applied_or_is_not_finite_never_enters(device_knows: bool) 
     assert window.values[0, -3:].tolist() in ([1.0, 2.0, 1.0], [2.0, 1.0, 2.0])  # in their order
 
 
+def test_it_does_not_matter_who_knows_that_a_step_was_left_out() -> None:
+    """The host, the device, or another guard before."""
+    windows = [SpikeWindow(6.0, 16, 8) for _ in range(3)]
+    for i in range(60):
+        left_out = i % 5 == 3
+        values = torch.tensor([1.0 + i % 7])
+        windows[0].step(values, not left_out)
+        windows[1].step(values, torch.tensor(float(not left_out)))
+        windows[2].step(None if left_out else values, not left_out)
+        limits = [one.limits(values) for one in windows]
+        assert limits[0] == limits[1] == limits[2]
+    assert float(limits[0]) < 1e6
+
+
 def test_one_quantity_enters_without_the_other() -> None:
     window = SpikeWindow(6.0, 4, 2)
     for _ in range(6):
@@ -89,6 +103,8 @@ def test_state_goes_on(steps: int) -> None:
     first = SpikeWindow(6.0, 32, 8)
     for i in range(steps):
         first.step(torch.tensor([float(i % 7)]), torch.tensor(float(i % 3 > 0)))
+        if i % 4 == 0:
+            first.step(None, False)
     second = SpikeWindow(6.0, 32, 8)
     second.load_state_dict(first.state_dict(), torch.device("cpu"))
     for i in range(20):
