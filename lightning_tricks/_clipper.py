@@ -21,6 +21,7 @@ from lightning_tricks.functional.clipping import (
     exceeds,
     gradient_norm,
     is_nonfinite,
+    named_gradients,
     nonfinite_names,
 )
 
@@ -92,7 +93,7 @@ class GradientClipper(Trick):
         # A guard in the list owns the verdict: it came before.
         if self.nonfinite != "ignore" and not step.judged and self._leave_out(step, is_nonfinite(norm)):
             if step.scaler is None:  # under a scaler a step that overflows is no news
-                self._tell(pl_module, parameters, gradients, norm)
+                self._tell(named_gradients(pl_module, parameters, gradients), norm)
             return
         self._clip(step, gradients, norm, trainer)
 
@@ -109,14 +110,10 @@ class GradientClipper(Trick):
             self._unseen_nonfinite.step(nonfinite)
         return False
 
-    def _tell(
-        self, module: pl.LightningModule, parameters: Sequence[Tensor], gradients: Sequence[Tensor], norm: Tensor
-    ) -> None:
+    def _tell(self, named: Sequence[tuple[str, Tensor]], norm: Tensor) -> None:
         if self._warned and self.nonfinite == "skip":
             return
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        labels = [names.get(id(parameter), "a parameter outside of the module") for parameter in parameters]
-        culprits = ", ".join(nonfinite_names(zip(labels, gradients, strict=True))) or "none alone, only all together"
+        culprits = ", ".join(nonfinite_names(named)) or "none alone, only all together"
         message = f"expected a finite gradient norm, got {float(norm)}; not finite in: {culprits}."
         if self.nonfinite == "raise":
             raise RuntimeError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_tricks._lightning import batch_index
+from lightning_tricks._lightning import batch_index, is_local_path
 from lightning_tricks.composition import OptimizerStep, Touches, Trick, current_step
 from lightning_tricks.composition.event_log import append_event, read_events
 from lightning_tricks.functional.clipping import gradient_norm, is_nonfinite
@@ -26,6 +26,9 @@ __all__ = ["Guard", "Judgement"]
 
 _MOST_UNREAD = 128
 EVENTS_FILE = "guard_events.jsonl"
+_PLACE = ("optimizer", "epoch", "batch_idx", "step_in_batch")
+_LEAVES_OUT = ("skip", "rollback", "stop")
+_LEFT_OUT = ("skipped_guard", "rolled_back")
 
 
 @dataclass
@@ -49,6 +52,10 @@ class Judgement:
     limits: Tensor | None = None
     named: bool = False
     vetoed: bool = False
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """Loss and norm, and their limits, as numbers. Synchronises with the device."""
+        return self.values.tolist(), [math.nan, math.nan] if self.limits is None else self.limits.tolist()
 
     @property
     def values(self) -> Tensor:
@@ -95,7 +102,9 @@ class Guard(Trick):
         self._judged: dict[int, Judgement] = {}
         self._unread: list[tuple[Judgement, bool | Tensor, bool | Tensor]] = []
         self._latest: deque[str] = deque(maxlen=5)
-        self._named: set[tuple[int, int, int]] = set()
+        self._named: set[tuple[int, int, int, int]] = set()
+        self._turn: dict[int, tuple[int, int, int]] = {}
+        self._too_many = 0
         self._run = ""
         self._paths: list[str] = []
         self._warned = False
@@ -111,21 +120,28 @@ class Guard(Trick):
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._judged.clear()  # what an exception left
+        self._consecutive.clear()  # whoever resumes, perhaps after a report, begins anew
+        self._turn.clear()
+        self._too_many = 0
         folder = trainer.log_dir or trainer.default_root_dir  # on every rank: it is a collective
+        if self.events_path is None and not is_local_path(folder):
+            rank_zero_warn(f"{type(self).__name__} cannot write its log to {folder}: it is {EVENTS_FILE} here instead.")
+            folder = "."
         path = str(self.events_path or Path(folder) / EVENTS_FILE)
-        resumed = bool(self._run)
+        resumed = bool(self._run) and self.action in _LEAVES_OUT
         events = [one for where in {*self._paths, path} for one in read_events(Path(where))] if resumed else []
         named = [
-            (one["optimizer"], one["epoch"], one["batch_idx"])
+            tuple(one[key] for key in _PLACE)
             for one in events
-            if one.get("run") == self._run and one["guard"] == type(self).__name__ and one["verdict"] != "applied"
+            if one.get("run") == self._run and one["guard"] == type(self).__name__ and one["verdict"] in _LEFT_OUT
         ]
         # Only rank 0 writes, perhaps where only it can read.
         fault = _why_not_writable(Path(path)) if trainer.is_global_zero else ""
         self._run, named, fault = trainer.strategy.broadcast((self._run or uuid.uuid4().hex, named, fault))
         if fault:
             raise ValueError(f"expected `events_path` to be a file that can be written, got {path!r}: {fault}")
-        self._named = {(optimizer, epoch, batch) for optimizer, epoch, batch in named}
+        self._named = set(named)
         self._paths = list(dict.fromkeys([*self._paths, path]))
 
     # Each step
@@ -138,14 +154,9 @@ class Guard(Trick):
         if not step.parameters():
             return
         norm = step.measured(gradient_norm, 2.0)
-        place = {
-            "optimizer": step.index,
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "batch_idx": batch_index(trainer),
-        }
+        place = self._place(trainer, step.index)
         judgement = Judgement(place, self._loss_of_all_ranks(trainer, step, norm), norm)
-        judgement.named = (step.index, place["epoch"], place["batch_idx"]) in self._named
+        judgement.named = tuple(place[key] for key in _PLACE) in self._named
         bad = judgement.bad = self._judge(step.index, judgement)
         if step.scaler is not None:  # an overflow is the scaler's to skip
             bad = judgement.bad = bad & ~is_nonfinite(norm)
@@ -158,6 +169,19 @@ class Guard(Trick):
         elif self.action != "warn" and bool(bad):
             self._act(trainer, pl_module, step, judgement)
             judgement.vetoed = step.veto(True)
+
+    def _place(self, trainer: pl.Trainer, index: int) -> dict[str, int]:
+        epoch, batch = trainer.current_epoch, batch_index(trainer)
+        before = self._turn.get(index, (-1, -1, -1))
+        turn = before[2] + 1 if before[:2] == (epoch, batch) else 0
+        self._turn[index] = epoch, batch, turn
+        return {
+            "optimizer": index,
+            "step": trainer.global_step,
+            "epoch": epoch,
+            "batch_idx": batch,
+            "step_in_batch": turn,
+        }
 
     def _loss_of_all_ranks(self, trainer: pl.Trainer, step: OptimizerStep, norm: Tensor) -> Tensor | None:
         """The mean over ranks, nan where any rank's is."""
@@ -177,23 +201,20 @@ class Guard(Trick):
             return
         if judgement.named:
             self.num_events += 1
-            self._consecutive[step.index] = self._consecutive.get(step.index, 0) + 1
         elif step.verdict is None or self.action == "warn":
             self._unread.append((judgement, step.applied, step.overflowed))
             if len(self._unread) >= _MOST_UNREAD:
                 self._read(trainer)
         elif judgement.vetoed:
-            limits = [torch.nan, torch.nan] if judgement.limits is None else judgement.limits.tolist()
-            self._record(trainer, judgement, judgement.values.tolist(), limits)
+            self._record(trainer, judgement, *judgement.read())
         elif step.verdict == "applied":
             self._consecutive[step.index] = 0
         self._refuse_endless()
 
     def _refuse_endless(self) -> None:
-        """Raise if too many of the last steps were bad."""
-        most = max(self._consecutive.values(), default=0)
-        if most > self.max_consecutive and self.action != "warn":
-            raise RuntimeError(self._report(f"{most} steps in a row were bad"))
+        """Raise if too many steps in a row were bad."""
+        if self._too_many and self.action != "warn":
+            raise RuntimeError(self._report(f"{self._too_many} steps in a row were bad"))
 
     def _read(self, trainer: pl.Trainer) -> None:
         """Find out what became of the steps that only the device knew of: one transfer for all of them."""
@@ -209,15 +230,23 @@ class Guard(Trick):
         read = torch.stack(rows).tolist()
         for (judgement, *_), (loss, norm, *limits, bad, applied, overflowed) in zip(unread, read, strict=True):
             if bad and not overflowed:
-                self._record(trainer, judgement, [loss, norm], limits)
+                self._record(trainer, judgement, [loss, norm], limits, applied=bool(applied))
             elif applied:
                 self._consecutive[judgement.place["optimizer"]] = 0
 
-    def _record(self, trainer: pl.Trainer, judgement: Judgement, values: list[float], limits: list[float]) -> None:
+    def _record(
+        self,
+        trainer: pl.Trainer,
+        judgement: Judgement,
+        values: list[float],
+        limits: list[float],
+        *,
+        applied: bool = False,
+    ) -> None:
         """Count an event, write it down, and tell of the first."""
         loss, norm = values
         exceeded = next((i for i in range(2) if math.isfinite(values[i]) and values[i] > limits[i]), None)
-        verdict = {"warn": "applied", "rollback": "rolled_back"}.get(self.action, "skipped_guard")
+        verdict = {"rollback": "rolled_back", "raise": "raised"}.get(self.action, "skipped_guard")
         event = {
             "run": self._run,
             "guard": type(self).__name__,
@@ -225,8 +254,8 @@ class Guard(Trick):
             "loss": None if judgement.loss is None else loss,
             "norm": norm,
             "threshold": None if exceeded is None else limits[exceeded],
-            "exceeded": "finite" if exceeded is None else ("loss", "norm")[exceeded],
-            "verdict": verdict,
+            "exceeded": "nonfinite" if exceeded is None else ("loss", "norm")[exceeded],
+            "verdict": "applied" if applied else verdict,
             "action": self.action,
         }
         if trainer.is_global_zero:
@@ -240,13 +269,13 @@ class Guard(Trick):
         self._latest.append(text)
         if self.action == "warn" or not self._warned:
             self._warned = True
-            done = {"warn": "taken all the same", "rollback": "left out, and the run goes back"}
-            rank_zero_warn(
-                f"{type(self).__name__}: {text}. The step is {done.get(self.action, 'left out')}. All events are in "
-                f"{self._paths[-1]}."
-            )
+            done = "taken all the same" if applied else "left out"
+            done += ", and the run goes back" if self.action == "rollback" else ""
+            rank_zero_warn(f"{type(self).__name__}: {text}. The step is {done}. All events are in {self._paths[-1]}.")
         index = judgement.place["optimizer"]
         self._consecutive[index] = self._consecutive.get(index, 0) + 1
+        if self._consecutive[index] > self.max_consecutive:
+            self._too_many = self._consecutive[index]
 
     def _report(self, what: str) -> str:
         events = "\n".join(f"  {one}" for one in self._latest)
@@ -267,6 +296,7 @@ class Guard(Trick):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(trainer)
+        self._refuse_endless()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -3,43 +3,61 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch.optim import Optimizer
 
+from lightning_tricks._guard import Guard
 from lightning_tricks._lightning import callbacks_of, schedulers_of
 from lightning_tricks.composition import Trick, step_ledger
 from lightning_tricks.functional.random_state import capture_random_state, restore_random_state_
 from lightning_tricks.functional.snapshots import SnapshotRing
 
-__all__ = ["lower_rates", "restore_rates_", "restore_run_", "take_snapshot"]
+__all__ = ["lower_rates", "refuse_shortage", "restore_rates_", "restore_run_", "take_snapshot"]
 
 
-def take_snapshot(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule, trick: Trick) -> None:
+def refuse_shortage(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise on every rank if the ring does not fit the memory of one. A collective.
+
+    Args:
+        ring: the ring.
+        trainer: the Trainer.
+        module: the module.
+
+    Raises:
+        MemoryError: says how much is needed and how much is free.
+    """
+    shortage = ring.shortage(module, trainer.optimizers)
+    if not trainer.strategy.reduce_boolean_decision(not shortage):
+        raise MemoryError(shortage or "the snapshots do not fit the free memory of another rank, which says how much")
+
+
+def take_snapshot(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Take a snapshot of the run: weights, optimizers, schedules, loss scaler, random states, ledger, and the tricks.
 
     Args:
         ring: where to keep it.
         trainer: the Trainer, between two batches.
         module: the module.
-        trick: whoever asks; its own state goes on.
     """
+    refuse_shortage(ring, trainer, module)
     values = {
+        "epoch": trainer.current_epoch,
         "schedulers": [config.scheduler.state_dict() for config in schedulers_of(trainer)],
         "precision": trainer.precision_plugin.state_dict(),
         "random": capture_random_state(),
         "ledger": [ledger.state_dict() for ledger in step_ledger(trainer)],
-        "tricks": [other.state_dict() for other in _others(trainer, trick)],
+        "tricks": [other.state_dict() for other in _others(trainer)],
     }
     ring.take(module, trainer.optimizers, values)
 
 
-def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule, trick: Trick) -> None:
+def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Bring the newest snapshot back, and let the ledger count that. ``global_step`` and the data go on.
 
     Args:
         ring: what `take_snapshot` filled.
         trainer: the Trainer, between two batches.
         module: the module.
-        trick: as for `take_snapshot`.
     """
     values: dict[str, Any] = ring.restore_(module, trainer.optimizers)
     for optimizer in trainer.optimizers:  # of a window that is open they belong to other weights
@@ -48,14 +66,16 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
         config.scheduler.load_state_dict(state)
     trainer.precision_plugin.load_state_dict(values["precision"])
     restore_random_state_(values["random"])
+    if values["epoch"] != trainer.current_epoch:
+        torch.rand(())  # else the next epoch would be shuffled as this one was, from the same random state
     for ledger, state in zip(step_ledger(trainer), values["ledger"], strict=True):
         ledger.rewind(state)
-    for other, state in zip(_others(trainer, trick), values["tricks"], strict=True):
+    for other, state in zip(_others(trainer), values["tricks"], strict=True):
         if state:  # as Lightning does: nothing saved, nothing loaded
             other.load_state_dict(state)
 
 
-def lower_rates(optimizer: Optimizer, factor: float) -> list[Any]:
+def lower_rates(optimizer: Optimizer, factor: float) -> list[tuple[dict[str, Any], Any]]:
     """Multiply an optimizer's learning rates, for one step.
 
     Args:
@@ -66,22 +86,24 @@ def lower_rates(optimizer: Optimizer, factor: float) -> list[Any]:
         For `restore_rates_`.
     """
     before = []
-    for group in optimizer.param_groups:
-        before.append(group["lr"])
-        group["lr"] = group["lr"] * factor  # a tensor is replaced, not written to: a scheduler holds on to it
+    # ZeRO-1's optimizer has taken its settings over into the one inside when a step's hooks run.
+    for groups in (optimizer.param_groups, getattr(getattr(optimizer, "optim", None), "param_groups", [])):
+        for group in groups:
+            before.append((group, group["lr"]))
+            group["lr"] = group["lr"] * factor  # a tensor is replaced, not written to: a scheduler holds on to it
     return before
 
 
-def restore_rates_(optimizer: Optimizer, rates: list[Any]) -> None:
+def restore_rates_(rates: list[tuple[dict[str, Any], Any]]) -> None:
     """Undo `lower_rates`.
 
     Args:
-        optimizer: the optimizer.
         rates: what that returned.
     """
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate in rates:
         group["lr"] = rate
 
 
-def _others(trainer: pl.Trainer, trick: Trick) -> list[Trick]:
-    return [one for one in callbacks_of(trainer) if isinstance(one, Trick) and one is not trick]
+def _others(trainer: pl.Trainer) -> list[Trick]:
+    """The tricks whose state goes back. A guard's account of events goes on."""
+    return [one for one in callbacks_of(trainer) if isinstance(one, Trick) and not isinstance(one, Guard)]

@@ -76,12 +76,13 @@ class AdaptiveGradientClipping(GradientClipper):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         names = excluded_parameters(pl_module, self.exclude)
-        named = dict(pl_module.named_parameters())
+        named = dict(pl_module.named_parameters(remove_duplicate=False))
         self._left_out = {id(named[name]) for name in names}
-        self._counts = len(named) - len(names), len(names)
+        total = len({id(one) for one in named.values()})
+        self._counts = total - len(self._left_out), len(self._left_out)
         if not self._counts[0]:
             raise ValueError(
-                f"expected `exclude` to leave some of the {len(named)} parameters of {type(pl_module).__name__} to "
+                f"expected `exclude` to leave some of the {total} parameters of {type(pl_module).__name__} to "
                 f"clip, got {self.exclude!r}, which leaves none: exclude less, or drop AdaptiveGradientClipping"
             )
 

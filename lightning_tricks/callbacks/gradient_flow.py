@@ -24,7 +24,7 @@ from lightning_tricks.functional.gradient_flow import (
     block_of_parameters,
     diagnose,
     gradient_sums,
-    update_sums,
+    update_sums_,
 )
 from lightning_tricks.functional.update_rounding import copy_of
 
@@ -122,6 +122,7 @@ class GradientMonitor(Trick):
         self._names: list[str] = []
         self._number: dict[int, int] = {}
         self._sparse: set[str] = set()
+        self._zero: dict[int, set[str]] = {}
         self._warned = False
 
     @override
@@ -152,12 +153,15 @@ class GradientMonitor(Trick):
         look = self._looks.pop(step.index, None)
         if look is None:
             return
-        updates = update_sums(look.before, look.parameters, look.numbers, len(self._names))
-        rows = torch.cat([look.gradients, updates.to(look.gradients.device)], dim=1).tolist()  # the one transfer
-        healths = [_health(name, *row) for name, row in zip(self._names, rows, strict=True) if row[3]]
+        updates = update_sums_(look.before, look.parameters, look.numbers, len(self._names))
+        device = look.gradients.device
+        overflowed = torch.as_tensor(step.overflowed, device=device).double().expand(len(self._names), 1)
+        rows = torch.cat([look.gradients, updates.to(device), overflowed], dim=1).tolist()  # the one transfer
+        healths = [_health(name, *row[:6]) for name, row in zip(self._names, rows, strict=True) if row[3]]
         self.history.append(Look(trainer.global_step, step.index, tuple(healths)))
         self._log(trainer, step.index, healths)
-        self._warn(healths)
+        if not rows[0][6]:  # an overflow is how a loss scaler finds its scale
+            self._warn(step.index, healths)
 
     def _log(self, trainer: pl.Trainer, index: int, healths: Sequence[BlockHealth]) -> None:
         values = {}
@@ -169,10 +173,14 @@ class GradientMonitor(Trick):
         for logger in trainer.loggers:  # past `self.log`, which takes half a millisecond a key
             logger.log_metrics(values, step=logged_step(trainer))
 
-    def _warn(self, healths: Sequence[BlockHealth]) -> None:
+    def _warn(self, index: int, healths: Sequence[BlockHealth]) -> None:
         if self._warned:
             return
-        found = diagnose(healths, self.vanishing_below, self.exploding_above, self._sparse)
+        # Zero twice in a row: blocks behind a layer that starts at zero have no gradient in the first step.
+        zero = {one.name for one in healths if one.zero_share == 1.0}
+        alive = {one.name for one in healths} - (zero & self._zero.get(index, set()))
+        self._zero[index] = zero
+        found = diagnose(healths, self.vanishing_below, self.exploding_above, self._sparse | alive)
         if found is None:
             return
         self._warned = True
@@ -212,16 +220,23 @@ class GradientMonitor(Trick):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        history = [(one.step, one.optimizer, [vars(block) for block in one.blocks]) for one in self.history]
-        return {"steps": self._steps, "warned": self._warned, "history": history}
+        # Tensors, since as objects a thousand looks take megabytes and a quarter of a second to copy.
+        history = [(one.step, one.optimizer, *_as_tensor(one.blocks)) for one in self.history]
+        return {"steps": dict(self._steps), "warned": self._warned, "history": history}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = dict(state_dict["steps"])
         self._warned = state_dict["warned"]
         self.history = deque(maxlen=_MOST_KEPT)
-        for step, index, blocks in state_dict["history"]:
-            self.history.append(Look(step, index, tuple(BlockHealth(**block) for block in blocks)))
+        for step, index, names, values in state_dict["history"]:
+            blocks = zip(names.split("\n"), values.tolist(), strict=True)
+            self.history.append(Look(step, index, tuple(BlockHealth(name, *row) for name, row in blocks)))
+
+
+def _as_tensor(blocks: Sequence[BlockHealth]) -> tuple[str, Tensor]:
+    rows = [[one.gradient_norm, one.update_ratio, one.zero_share, one.nonfinite_share] for one in blocks]
+    return "\n".join(one.name for one in blocks), torch.tensor(rows, dtype=torch.float64)
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:

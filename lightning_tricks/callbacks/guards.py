@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lightning_tricks._guard import Guard, Judgement
 from lightning_tricks._lightning import callbacks_of
-from lightning_tricks._rollback import lower_rates, restore_rates_, restore_run_, take_snapshot
+from lightning_tricks._rollback import lower_rates, refuse_shortage, restore_rates_, restore_run_, take_snapshot
 from lightning_tricks._validation import check_choice, check_int, check_number
-from lightning_tricks.composition import OptimizerStep, Summary, current_step, step_ledger
+from lightning_tricks.composition import OptimizerStep, Summary, current_step
 from lightning_tricks.composition.trick import key_of
-from lightning_tricks.functional.clipping import is_nonfinite, nonfinite_names
+from lightning_tricks.functional.clipping import is_nonfinite, named_gradients, nonfinite_names
 from lightning_tricks.functional.guards import SpikeWindow
 from lightning_tricks.functional.snapshots import SnapshotRing
 
@@ -69,10 +69,9 @@ class NonFiniteGuard(Guard):
         if self.action == "stop":
             trainer.should_stop = True
             return
-        loss, norm = judgement.values.tolist()
-        names = {id(one): name for name, one in module.named_parameters()}
-        gradients = [(names.get(id(one), "a parameter outside of the module"), one.grad) for one in step.parameters()]
-        culprits = ", ".join(nonfinite_names([(name, one) for name, one in gradients if one is not None])) or "none"
+        (loss, norm), limits = judgement.read()
+        self._record(trainer, judgement, [loss, norm], limits)
+        culprits = ", ".join(nonfinite_names(named_gradients(module, step.parameters(), step.gradients()))) or "none"
         raise RuntimeError(
             f"expected a finite loss and gradient norm, got {loss} and {norm} at epoch {judgement.place['epoch']}, "
             f"batch {judgement.place['batch_idx']}; gradients that are not finite: {culprits}. The weights are as "
@@ -101,7 +100,8 @@ class LossSpikeGuard(Guard):
     ``"rollback"`` restores weights, optimizer, schedules, loss scaler, random states, the ledger and what other tricks
     keep, from a snapshot in memory, at the end of the batch, and goes on with the data that comes next; a second
     rollback before the next snapshot goes back to the one before. The ledger counts it as ``rolled_back``;
-    ``global_step`` goes on. Snapshots are not saved: after a resume the checkpoint is the first one.
+    ``global_step`` goes on. Snapshots are not saved: after a resume the checkpoint is the first one, and a batch that
+    the log names is left out without going back for it again.
 
     Every event goes to a log, one JSON object a line: run, guard, optimizer, step, epoch, batch_idx, loss, norm,
     threshold, exceeded, verdict, action. A resumed run leaves out the batches that it names; that takes the same
@@ -131,7 +131,7 @@ class LossSpikeGuard(Guard):
     Cost:
         That of `NonFiniteGuard`; every eighth of a window two medians of it, on the device; with
         ``action="rollback"`` `num_snapshots` copies of weights and optimizer state, and one scalar read a step also
-        with a fused optimizer.
+        with a fused optimizer. Taking a snapshot waits for the device.
 
     Reference:
         Chowdhery et al. (2022), "PaLM", arXiv:2204.02311, section 5.1.
@@ -181,18 +181,20 @@ class LossSpikeGuard(Guard):
         self._judges_nonfinite = True
         self._rolls_back = False
         self._rollbacks_to_newest = 0
-        self._steps_since_snapshot = 0
-        self._lowered_steps = 0
-        self._rates: tuple[Optimizer, list[Any]] | None = None
+        self._steps_since_snapshot: dict[int, int] = {}
+        self._lowered_steps: dict[int, int] = {}
+        self._rates: list[tuple[dict[str, Any], Any]] = []
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().start(trainer, module)
         # One event, one account of it.
         self._judges_nonfinite = not any(isinstance(one, NonFiniteGuard) for one in callbacks_of(trainer))
+        self._rolls_back = False
+        self._ring.clear()
         if self.action == "rollback":
-            self._ring.clear()
-            self._take_snapshot(trainer, module)
+            # Refused here; taken before the first batch, when everything else has begun.
+            refuse_shortage(self._ring, trainer, module)
 
     # Each step
 
@@ -224,8 +226,8 @@ class LossSpikeGuard(Guard):
         device = step.optimizer.param_groups[0]["params"][0].device if values is None else values.device
         self._window(step.index, device).step(values, step.applied)
         if step.applied is not False:
-            self._steps_since_snapshot += 1
-            self._lowered_steps = max(self._lowered_steps - 1, 0)
+            self._steps_since_snapshot[step.index] = self._steps_since_snapshot.get(step.index, 0) + 1
+            self._lowered_steps[step.index] = max(self._lowered_steps.get(step.index, 0) - 1, 0)
 
     @override
     def on_before_optimizer_step(
@@ -233,8 +235,8 @@ class LossSpikeGuard(Guard):
     ) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         self._restore_rates()
-        if self._lowered_steps and current_step(trainer, optimizer).parameters():
-            self._rates = optimizer, lower_rates(optimizer, self.lr_factor)
+        if self._lowered_steps.get(current_step(trainer, optimizer).index):
+            self._rates = lower_rates(optimizer, self.lr_factor)
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -242,9 +244,8 @@ class LossSpikeGuard(Guard):
         super().after_step(trainer, module, step)
 
     def _restore_rates(self) -> None:
-        if self._rates is not None:
-            restore_rates_(*self._rates)
-            self._rates = None
+        restore_rates_(self._rates)
+        self._rates = []
 
     # Snapshots, between batches
 
@@ -252,7 +253,8 @@ class LossSpikeGuard(Guard):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.action == "rollback" and self._steps_since_snapshot >= self.snapshot_every_steps:
+        due = max(self._steps_since_snapshot.values(), default=0) >= self.snapshot_every_steps
+        if self.action == "rollback" and (due or not len(self._ring)):
             self._take_snapshot(trainer, pl_module)
 
     @override
@@ -262,25 +264,27 @@ class LossSpikeGuard(Guard):
         if not self._rolls_back:
             return
         self._rolls_back = False
-        if self._rollbacks_to_newest == 1:
+        if self._rollbacks_to_newest >= 1:
             self._ring.drop_newest()  # it was taken too late
         self._rollbacks_to_newest += 1
         if self._rollbacks_to_newest > self.max_consecutive:
             raise RuntimeError(self._report(f"the run went back {self._rollbacks_to_newest} times without getting on"))
         # The windows go on: rewound, they might not be warm, and let the next spike of a cluster through.
-        restore_run_(self._ring, trainer, pl_module, self)
-        self._steps_since_snapshot = 0
-        self._lowered_steps = self.snapshot_every_steps if self.lr_factor < 1.0 else 0
+        restore_run_(self._ring, trainer, pl_module)
+        self._steps_since_snapshot.clear()
+        if self.lr_factor < 1.0:
+            self._lowered_steps = dict.fromkeys(range(len(trainer.optimizers)), self.snapshot_every_steps)
 
     def _take_snapshot(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         before = self._ring.bytes_of_one
-        take_snapshot(self._ring, trainer, module, self)
-        self._steps_since_snapshot = self._rollbacks_to_newest = 0
-        if before and before != self._ring.bytes_of_one:  # the table came before there was an optimizer state
+        take_snapshot(self._ring, trainer, module)
+        self._steps_since_snapshot.clear()
+        self._rollbacks_to_newest = 0
+        if self._ring.bytes_of_one > before:  # the table could only estimate the optimizer's state
             rank_zero_info(f"LossSpikeGuard: {self._size()}")
 
     def _size(self) -> str:
-        return f"{self.num_snapshots} snapshots of {self._ring.bytes_of_one / 1e6:.1f} MB on {self._ring.storage}"
+        return f"{self.num_snapshots} snapshot(s) of {self._ring.bytes_of_one:,} bytes on {self._ring.storage}"
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -300,16 +304,17 @@ class LossSpikeGuard(Guard):
         values: dict[str, float | Tensor] = {"guard/spikes": float(self.num_events)}
         for index in stepped:
             if index in self._limits:
-                values[key_of("guard/loss_threshold", index)] = self._limits[index][0]
-                values[key_of("guard/norm_threshold", index)] = self._limits[index][1]
+                limits = self._limits[index]
+                limits = torch.where(limits < torch.finfo(limits.dtype).max, limits, torch.inf)  # the warmup has none
+                values[key_of("guard/loss_threshold", index)] = limits[0]
+                values[key_of("guard/norm_threshold", index)] = limits[1]
         return values
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:
         found = f"{self.action} {self.z_threshold:g} deviations above the median of {self.window_steps} applied steps"
         if self._ring.bytes_of_one:
-            applied = max(ledger.applied for ledger in step_ledger(trainer))
-            found += f"\n{self._size()}" + ("" if applied else ", and the optimizer's state once there is one")
+            found += f"\n{self._size()}, every {self.snapshot_every_steps} applied steps"
         if self._named:
             found += f"\n{len(self._named)} batch(es) named by an earlier run are left out"
         return Summary(found)
@@ -317,13 +322,13 @@ class LossSpikeGuard(Guard):
     @override
     def state_dict(self) -> dict[str, Any]:
         windows = {**self._saved_windows, **{index: window.state_dict() for index, window in self._windows.items()}}
-        return {**super().state_dict(), "windows": windows, "lowered_steps": self._lowered_steps}
+        return {**super().state_dict(), "windows": windows, "lowered_steps": dict(self._lowered_steps)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._windows, self._saved_windows = {}, dict(state_dict["windows"])
-        self._lowered_steps = state_dict["lowered_steps"]
+        self._lowered_steps = dict(state_dict["lowered_steps"])
 
 
 def _is_nonfinite(judgement: Judgement) -> Tensor:

@@ -109,6 +109,7 @@ class Conductor(Callback):
         self._window_has_loss = False
         self._batch_has_loss = False
         self._loss: Tensor | None = None
+        self._num_losses = 0
         self._steps_without_ledger = 0
 
     @property
@@ -149,7 +150,7 @@ class Conductor(Callback):
             self._undo.append(optimizer.register_step_post_hook(functools.partial(_on_torch_stepped, self)))
         self._stepped.clear()
         self._window_has_loss = self._batch_has_loss = False
-        self._loss = None
+        self._loss, self._num_losses = None, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the tricks begin, with all state loaded, and print the table."""
@@ -175,6 +176,7 @@ class Conductor(Callback):
         if any(trick.reads_loss for trick in self.tricks):
             loss = unscaled_loss(trainer, loss)
             self._loss = loss if self._loss is None else self._loss + loss
+            self._num_losses += 1
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -184,7 +186,15 @@ class Conductor(Callback):
             has_loss = self._window_has_loss if self.step.scaler is None else self._batch_has_loss
             # In manual optimization several losses may stand for one optimizer: its gradients tell.
             self.step.prepare(has_loss=has_loss or not pl_module.automatic_optimization)
-            self.step.loss, self._loss = self._loss, None
+            self.step.loss = self._take_loss(trainer, pl_module)
+
+    def _take_loss(self, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+        """The loss of the window that ends here."""
+        loss, count = self._loss, self._num_losses
+        self._loss, self._num_losses = None, 0
+        if loss is not None and module.automatic_optimization and count != trainer.accumulate_grad_batches:
+            return loss * (trainer.accumulate_grad_batches / count)  # Lightning divides by it in a short window too
+        return loss
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log for all tricks, if the Trainer logs this batch and an optimizer stepped since it last did."""
@@ -220,7 +230,7 @@ class Conductor(Callback):
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended, and the loss that led to it."""
-        self._loss = None
+        self._loss, self._num_losses = None, 0
         if self.step is not None:
             self.step.abandon()
             self.step = None

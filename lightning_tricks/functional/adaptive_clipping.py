@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_tricks.functional.shards import local_tensor
+
 __all__ = ["clip_unitwise_", "unitwise_scales"]
 
 _SMALLEST_NORM = 1e-6
@@ -86,12 +88,8 @@ def clip_unitwise_(
     """
     scales = unitwise_scales(parameters, gradients, clip_factor, eps)
     if gradients:
-        torch._foreach_mul_([_local(one) for one in gradients], scales)
+        torch._foreach_mul_([local_tensor(one) for one in gradients], scales)
     return scales
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -99,7 +97,7 @@ def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     norms = []
     owed: dict[tuple[Any, int], list[int]] = defaultdict(list)  # by mesh and axis: the tensors whose units span it
     for index, tensor in enumerate(tensors):
-        local = _local(tensor.detach())
+        local = local_tensor(tensor.detach())
         spanned = tuple(range(1, local.ndim)) if local.ndim > 1 else tuple(range(local.ndim))
         dtype = local.dtype if local.dtype in (torch.float64, torch.complex128) else torch.float32
         magnitude = local.abs() if local.is_complex() else local.to(dtype)

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_tricks.functional.shards import Placement, by_placement, local_part, reduce_over_shards
@@ -45,6 +45,7 @@ __all__ = [
     "exceeds",
     "gradient_norm",
     "is_nonfinite",
+    "named_gradients",
     "nonfinite_names",
     "scale_gradients_",
 ]
@@ -97,7 +98,10 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
         >>> clip_coefficient(torch.tensor(2.0), max_norm=1.0)
         tensor(0.5000)
     """
-    if not isinstance(max_norm, Tensor) and math.isinf(max_norm):
+    if isinstance(max_norm, Tensor):
+        coefficient = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+        return torch.where(max_norm == math.inf, 1.0, coefficient)  # an infinite norm would make it nan
+    if math.isinf(max_norm):
         return torch.ones_like(norm)
     return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
@@ -245,6 +249,26 @@ def count_exceeding(gradients: Sequence[Tensor], max_value: float) -> Tensor:
         counts = [(member.abs() > max_value).sum().to(device) for member in members]
         total += reduce_over_shards(torch.stack(counts).sum(), placement, "sum")
     return total
+
+
+def named_gradients(
+    module: nn.Module, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[tuple[str, Tensor]]:
+    """Pair each gradient with the name of its parameter.
+
+    Args:
+        module: the model.
+        parameters: some of its parameters, or others.
+        gradients: theirs; they may have been taken off the parameters since.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> named_gradients(layer, [layer.bias], [torch.tensor([2.0])])
+        [('bias', tensor([2.]))]
+    """
+    names = {id(one): name for name, one in module.named_parameters()}
+    labels = [names.get(id(one), "a parameter outside of the module") for one in parameters]
+    return list(zip(labels, gradients, strict=True))
 
 
 def nonfinite_names(named_gradients: Iterable[tuple[str, Tensor]], limit: int = 3) -> list[str]:

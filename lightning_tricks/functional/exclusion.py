@@ -49,7 +49,7 @@ def excluded_parameters(module: nn.Module, exclude: Exclusion) -> set[str]:
             means, and of parameters; ``*`` matches dots too.
 
     Returns:
-        Names as in ``module.named_parameters()``.
+        Names as in ``module.named_parameters(remove_duplicate=False)``: all names of a parameter that is shared.
 
     Raises:
         ValueError: a glob or a class matches nothing.
@@ -60,7 +60,7 @@ def excluded_parameters(module: nn.Module, exclude: Exclusion) -> set[str]:
         (['1.bias', '1.weight'], ['0.bias', '1.bias'])
     """
     validate_exclusion(exclude)
-    names = [name for name, _ in module.named_parameters()]
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     left_out: set[str] = set()
     for entry in _entries(exclude):
         if entry == "head":
@@ -77,7 +77,9 @@ def excluded_parameters(module: nn.Module, exclude: Exclusion) -> set[str]:
         if not found and not modules and entry != "head":
             raise ValueError(_nothing_matches(module, entry))
         left_out |= found
-    return left_out
+    named = dict(module.named_parameters(remove_duplicate=False))
+    shared = {id(named[name]) for name in left_out}
+    return {name for name in names if id(named[name]) in shared}
 
 
 def validate_exclusion(exclude: object) -> None:

@@ -159,7 +159,8 @@ def apply_float8(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("expected torchao for fp8: pip install lightning_tricks[fp8]") from error
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    # Of the gradient of a weight the inner dimension is the number of rows, which a short batch need not divide by 16.
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
     patches = []
     for name in names:
         layer = module.get_submodule(name)

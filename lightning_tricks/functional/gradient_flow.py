@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_tricks.functional.blocks import BlockSelector, find_blocks, repeated_blocks
 from lightning_tricks.functional.shards import by_placement, local_part, reduce_over_shards
 
-__all__ = ["ADVICE", "BlockHealth", "Symptom", "block_of_parameters", "diagnose", "gradient_sums", "update_sums"]
+__all__ = ["ADVICE", "BlockHealth", "Symptom", "block_of_parameters", "diagnose", "gradient_sums", "update_sums_"]
 
 Symptom = Literal["non-finite", "dead", "exploding", "vanishing"]
 
@@ -119,11 +119,11 @@ def gradient_sums(gradients: Sequence[Tensor], blocks: Sequence[int], num_blocks
     return _sum_by_block([gradients], blocks, (num_blocks, 4), columns)
 
 
-def update_sums(before: Sequence[Tensor], after: Sequence[Tensor], blocks: Sequence[int], num_blocks: int) -> Tensor:
+def update_sums_(before: Sequence[Tensor], after: Sequence[Tensor], blocks: Sequence[int], num_blocks: int) -> Tensor:
     """Sum up what a step changed in each block, over all ranks, without synchronising.
 
     Args:
-        before: copies of the weights before the step.
+        before: copies of the weights before the step; overwritten with the change.
         after: the weights; of the same placements.
         blocks: the number of each one's block.
         num_blocks: how many blocks there are.
@@ -132,13 +132,16 @@ def update_sums(before: Sequence[Tensor], after: Sequence[Tensor], blocks: Seque
         Of shape (num_blocks, 2), float64: squares of the weights before, squares of their change.
 
     Example:
-        >>> update_sums([torch.tensor([2.0])], [torch.tensor([1.5])], [0], 1).tolist()
+        >>> update_sums_([torch.tensor([2.0])], [torch.tensor([1.5])], [0], 1).tolist()
         [[4.0, 0.25]]
     """
 
     def columns(tensors: list[list[Tensor]]) -> list[Tensor]:
         old, new = tensors
-        return [_squares(old), _squares(list(torch._foreach_sub(new, old)))]
+        weights = _squares(old)
+        with torch.no_grad():
+            torch._foreach_sub_(old, new)
+        return [weights, _squares(old)]
 
     return _sum_by_block([before, after], blocks, (num_blocks, 2), columns)
 
@@ -171,7 +174,7 @@ def diagnose(
         "non-finite": [one for one in healths if one.nonfinite_share > 0],
         "dead": [one for one in healths if one.zero_share == 1.0 and one.name not in sparse],
         "exploding": [one for one in healths if one.gradient_norm > exploding_above],
-        "vanishing": [one for one in healths if one.gradient_norm < vanishing_below * largest],
+        "vanishing": [one for one in healths if one.gradient_norm < vanishing_below * largest and one.zero_share < 1.0],
     }
     for symptom, blocks in signs.items():
         if blocks:

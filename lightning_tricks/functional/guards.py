@@ -7,7 +7,8 @@ threshold for the next.
 
 Formula:
     x is a spike if x > median(w) + z * max(1.4826 * median(|w - median(w)|), 0.01 * |median(w)|)
-    with w the values of applied steps, without the newest d to 2 d - 1 steps, d an eighth of the window
+    with w the values of applied steps, without the newest d to 2 d - 1 steps, d an eighth of the window,
+    or half of the warmup if that is less
 
 Reference:
     Rousseeuw, Hubert (2011), "Robust statistics for outlier detection", doi:10.1002/widm.2, section 2 (the factor
@@ -61,6 +62,7 @@ class SpikeWindow:
     """Of shape (quantities, window), the newest last; nan where there is none yet."""
     _limits: Tensor | None = None
     _newest: list[tuple[Tensor | None, bool | Tensor]] = field(default_factory=list)
+    _steps: int = 0
 
     @property
     def delay_steps(self) -> int:
@@ -93,12 +95,14 @@ class SpikeWindow:
             applied: whether the step was; a bool, or a scalar holding 0 or 1.
         """
         self._newest.append((values, applied))
+        self._steps += 1
         self._take_in()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values, on the CPU. Synchronises with the device."""
         newest = [None if one[0] is None else _entering([one])[:, 0].cpu() for one in self._newest]
-        return {"values": None if self.values is None else self.values.cpu(), "newest": newest}
+        values = None if self.values is None else self.values.cpu()
+        return {"values": values, "newest": newest, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take values over from a checkpoint, the newest of them if it kept more.
@@ -109,7 +113,7 @@ class SpikeWindow:
         """
         saved = state["values"]
         self.values = self._limits = None
-        self._newest = []
+        self._steps = state["steps"]
         if saved is not None:
             self.values = saved.new_full((len(saved), self.window_steps), math.nan)
             kept = saved[:, -self.window_steps :]
@@ -120,9 +124,13 @@ class SpikeWindow:
         self._take_in()
 
     def _take_in(self) -> None:
-        while len(self._newest) >= 2 * self.delay_steps:
-            steps = [step for step in self._newest[: self.delay_steps] if step[0] is not None]
-            del self._newest[: self.delay_steps]
+        # When the warmup ends as many as may be, so that judging begins there.
+        while len(self._newest) >= 2 * self.delay_steps or (
+            self._steps == self.warmup_steps and len(self._newest) > self.delay_steps
+        ):
+            count = min(self.delay_steps, len(self._newest) - self.delay_steps)
+            steps = [step for step in self._newest[:count] if step[0] is not None]
+            del self._newest[:count]
             if steps:
                 self._append(_entering(steps))
 
@@ -138,10 +146,12 @@ class SpikeWindow:
     def _set_limits(self) -> None:
         assert self.values is not None
         centre = self.values.nanmedian(dim=1).values
-        spread = _NORMAL * (self.values - centre[:, None]).abs().nanmedian(dim=1).values
-        limits = centre + self.z_threshold * torch.maximum(spread, _LEAST_SPREAD * centre.abs())
+        deviation = _NORMAL * (self.values - centre[:, None]).abs().nanmedian(dim=1).values
+        spread = torch.maximum(deviation, _LEAST_SPREAD * centre.abs())
+        limits = centre + self.z_threshold * spread
         enough = (~self.values.isnan()).sum(dim=1) >= self.warmup_steps - self.delay_steps
-        self._limits = torch.where(enough, limits, torch.finfo(limits.dtype).max)
+        # Without a spread nothing is known: a loss that is mostly zero, as a hinge loss may be.
+        self._limits = torch.where(enough & (spread > 0), limits, torch.finfo(limits.dtype).max)
 
 
 def _entering(steps: list[tuple[Tensor | None, bool | Tensor]]) -> Tensor:

@@ -122,8 +122,8 @@ class NormStatistics:
         self.count = self.count + enters.to(self.count.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics as numbers. Synchronises with the device."""
-        return {name: None if one is None else float(one) for name, one in self._tensors().items()}
+        """Return the statistics, on the CPU. Synchronises with the device."""
+        return {name: None if one is None else one.cpu() for name, one in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take statistics over from a checkpoint.
@@ -133,7 +133,7 @@ class NormStatistics:
             device: where the norms are.
         """
         for name in self._tensors():
-            setattr(self, name, None if state[name] is None else torch.tensor(state[name], device=device))
+            setattr(self, name, None if state[name] is None else state[name].to(device))
 
     def _tensors(self) -> dict[str, Tensor | None]:
         return {"mean": self.mean, "var": self.var, "count": self.count}

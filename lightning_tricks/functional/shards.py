@@ -15,11 +15,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-__all__ = ["Placement", "by_placement", "local_part", "placement_of", "reduce_over_shards"]
+__all__ = ["Placement", "by_placement", "local_part", "local_tensor", "placement_of", "reduce_over_shards"]
 
 Placement = tuple[Any, tuple[bool, ...]] | None
 """Where a shard lives: its mesh and, for each axis of it, whether the axis holds different parts. None: a plain
 tensor."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as it is.
+
+    Args:
+        tensor: plain or DTensor.
+
+    Example:
+        >>> local_tensor(torch.ones(1))
+        tensor([1.])
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -32,7 +45,7 @@ def local_part(tensor: Tensor) -> Tensor:
         >>> local_part(torch.tensor([1 + 2j]))
         tensor([[1., 2.]])
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return torch.view_as_real(local) if local.is_complex() else local
 
 

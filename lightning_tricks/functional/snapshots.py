@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["SnapshotRing", "free_bytes", "num_bytes", "training_tensors"]
+from lightning_tricks.functional.shards import local_tensor
+
+__all__ = ["SnapshotRing", "expected_state_bytes", "free_bytes", "num_bytes", "training_tensors"]
 
 
 def training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -41,10 +42,12 @@ def training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict
         >>> list(training_tensors(model, [torch.optim.SGD(model.parameters(), lr=0.1)]))
         ['parameter weight', 'parameter bias']
     """
-    found = {f"parameter {name}": _local(one) for name, one in module.named_parameters()}
-    found |= {f"buffer {name}": _local(one) for name, one in module.named_buffers()}
+    found = {f"parameter {name}": local_tensor(one.detach()) for name, one in module.named_parameters()}
+    found |= {f"buffer {name}": local_tensor(one.detach()) for name, one in module.named_buffers()}
     for number, state in enumerate(_states(optimizers)):
-        found |= {f"state {number} {key}": _local(one) for key, one in state.items() if isinstance(one, Tensor)}
+        found |= {
+            f"state {number} {key}": local_tensor(one.detach()) for key, one in state.items() if isinstance(one, Tensor)
+        }
     return found
 
 
@@ -74,15 +77,46 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None
+        if not hasattr(module, "mem_get_info"):
+            return None
+        cached = module.memory_reserved(device) - module.memory_allocated(device)  # torch's own, to be had again
+        return int(module.mem_get_info(device)[0]) + int(cached)
     found = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         found += [1024 * int(line.split()[1]) for line in meminfo.read_text().splitlines() if "MemAvailable" in line]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        found.append(int(limit.read_text()) - int(used.read_text()))
+    group = Path("/sys/fs/cgroup")
+    limit, used, statistics = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
+    if limit.exists() and used.exists() and statistics.exists() and limit.read_text().strip().isdigit():
+        lines = dict(line.split() for line in statistics.read_text().splitlines())
+        in_use = int(used.read_text()) - int(lines.get("inactive_file", 0))  # the cache of files makes room
+        found.append(int(limit.read_text()) - in_use)
     return min(found, default=None)
+
+
+def expected_state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Estimate the state that optimizers will have once they have stepped; 0 for those that have.
+
+    Args:
+        optimizers: the optimizers. Those with ``betas`` keep two numbers a weight (three with ``amsgrad``), those with
+            ``momentum`` one, others are taken to keep none.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(10))
+        >>> expected_state_bytes([torch.optim.AdamW([weight])]), expected_state_bytes([torch.optim.SGD([weight], lr=1)])
+        (80, 0)
+    """
+    total = 0
+    for optimizer in (getattr(one, "optim", one) for one in optimizers):
+        for group in optimizer.param_groups:
+            copies = 2 + bool(group.get("amsgrad")) if "betas" in group else int(bool(group.get("momentum")))
+            new = {
+                str(number): local_tensor(one)
+                for number, one in enumerate(group["params"])
+                if not optimizer.state.get(one)
+            }
+            total += copies * num_bytes(new)
+    return total
 
 
 @dataclass
@@ -115,6 +149,7 @@ class SnapshotRing:
     def __init__(self, num_snapshots: int) -> None:
         self.num_snapshots = num_snapshots
         self.storage: torch.device | None = None
+        self.expected_bytes = 0
         self._snapshots: list[_Snapshot] = []
         self._spare: list[_Snapshot] = []
 
@@ -123,8 +158,8 @@ class SnapshotRing:
 
     @property
     def bytes_of_one(self) -> int:
-        """Bytes of the newest snapshot, 0 where there is none."""
-        return num_bytes(self._snapshots[-1].tensors) if self._snapshots else 0
+        """Bytes of the newest snapshot; before there is one those that `shortage` expected."""
+        return num_bytes(self._snapshots[-1].tensors) if self._snapshots else self.expected_bytes
 
     @torch.no_grad()
     def take(self, module: nn.Module, optimizers: Sequence[Optimizer], values: Any = None) -> None:
@@ -138,14 +173,16 @@ class SnapshotRing:
         Raises:
             MemoryError: the ring would not fit the free memory. Nothing was copied.
         """
+        shortage = self.shortage(module, optimizers)
+        if shortage:
+            raise MemoryError(shortage)
         live = training_tensors(module, optimizers)
-        spare = self._spare.pop() if self._spare else None
-        if spare is None and len(self._snapshots) == self.num_snapshots:
-            spare = self._snapshots.pop(0)
-        held = {} if spare is None else spare.tensors
-        missing = {name: one for name, one in live.items() if name not in held or held[name].shape != one.shape}
-        self._reserve(live, missing)
-        for name, one in missing.items():
+        held = self._next_tensors()
+        if self._spare:
+            self._spare.pop()
+        elif len(self._snapshots) == self.num_snapshots:
+            self._snapshots.pop(0)
+        for name, one in _missing(live, held).items():
             held[name] = self._like(one)
         _copy([held[name] for name in live], list(live.values()))
         states = [
@@ -199,21 +236,37 @@ class SnapshotRing:
         self._snapshots.clear()
         self._spare.clear()
 
-    def _reserve(self, live: dict[str, Tensor], missing: dict[str, Tensor]) -> None:
-        """Choose where snapshots lie, and raise if those that are still to be allocated do not fit there."""
+    def shortage(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+        """Say why the ring does not fit the free memory, "" if it does. Chooses where the snapshots are to lie.
+
+        Args:
+            module: the model.
+            optimizers: its optimizers; state that they have not made yet is estimated.
+        """
+        live = training_tensors(module, optimizers)
+        missing = _missing(live, self._next_tensors())
+        if not missing:
+            return ""
+        self.expected_bytes = num_bytes(live) + expected_state_bytes(optimizers)
         to_come = self.num_snapshots - len(self._snapshots) - len(self._spare) - 1
-        needed = num_bytes(missing) + to_come * num_bytes(live)
-        if self.storage is None:
-            device = next(iter(live.values())).device if live else torch.device("cpu")
-            free = free_bytes(device)
-            fits = device.type == "cpu" or (free is not None and 2 * needed <= free)
-            self.storage = device if fits else torch.device("cpu")
-        free = free_bytes(self.storage)
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"expected the {self.num_snapshots} snapshot(s) to fit the free memory of {self.storage}, but they "
-                f"need {needed:,} bytes more and {free:,} are free: keep fewer, or use an action without snapshots"
-            )
+        needed = num_bytes(missing) + self.expected_bytes - num_bytes(live) + max(to_come, 0) * self.expected_bytes
+        device = next(iter(live.values())).device
+        free = free_bytes(device)
+        if device.type != "cpu" and (free is None or 2 * needed > free):
+            device, free = torch.device("cpu"), free_bytes(torch.device("cpu"))
+        self.storage = device
+        if free is None or needed <= free:
+            return ""
+        return (
+            f"expected the {self.num_snapshots} snapshot(s) to fit the free memory of {device}, but they need "
+            f"{needed:,} bytes more and {free:,} are free: keep fewer, or use an action without snapshots"
+        )
+
+    def _next_tensors(self) -> dict[str, Tensor]:
+        """Storage that the next snapshot writes over."""
+        if self._spare:
+            return self._spare[-1].tensors
+        return self._snapshots[0].tensors if len(self._snapshots) == self.num_snapshots else {}
 
     def _like(self, tensor: Tensor) -> Tensor:
         assert self.storage is not None
@@ -222,9 +275,8 @@ class SnapshotRing:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+def _missing(live: dict[str, Tensor], held: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in live.items() if name not in held or held[name].shape != one.shape}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

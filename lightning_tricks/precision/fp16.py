@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,6 +16,8 @@ from lightning_tricks._validation import check_int, check_number
 from lightning_tricks.functional.loss_scale import DelayedRead, IterationScaler
 
 __all__ = ["FP16Precision"]
+
+_PROGRESS = ("scale", "_growth_tracker")
 
 
 class FP16Precision(MixedPrecision):
@@ -86,11 +88,22 @@ class FP16Precision(MixedPrecision):
         self._optimizers: list[Optimizer] = []
 
     @override
-    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        device = next((one.device.type for one in model.parameters()), self.device)
+    def connect(self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        module = model if isinstance(model, pl.LightningModule) else model.module
+        device = module.trainer.strategy.root_device.type
         if device != self.device:  # a Trainer that leaves the accelerator alone
             self.device, self.scaler = device, IterationScaler(device, **self._options)
         return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint and MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])  # saved under precision="16-mixed"
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:  # the scale and how long it has stood; how it goes on is the user's to say
+            super().load_state_dict({**self.scaler.state_dict(), **{k: state_dict[k] for k in _PROGRESS}})
 
     @override
     def optimizer_step(  # type: ignore[override]

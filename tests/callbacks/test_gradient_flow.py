@@ -202,3 +202,18 @@ def test_every_rank_and_strategy_sees_the_same(two_processes) -> None:
             assert len(rank) == len(expected) == 8
             for look, right in zip(rank, expected, strict=True):
                 assert look == pytest.approx(right, rel=1e-4, abs=1e-9)
+
+
+def test_what_is_ordinary_in_the_first_steps_does_not_use_the_warning_up() -> None:
+    """A loss scale that is still too high, and a head that starts at zero, behind which nothing has a gradient."""
+
+    def build() -> Net:
+        module = Net()
+        torch.nn.init.zeros_(module.net[-1].weight)
+        return module
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="GradientMonitor")
+        fit(seeded(build), lt.GradientMonitor(every_n_steps=1))
+        run = fit(seeded(Net), lt.GradientMonitor(every_n_steps=1), plugins=fp16(2.0**18))
+    assert lt.step_ledger(run)[0].skipped_overflow > 0

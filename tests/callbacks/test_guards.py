@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
+from lightning_tricks._rollback import lower_rates, restore_rates_
 from lightning_tricks.functional import snapshots
 from tests.distributed_cases import guard_runs
 from tests.guard_models import Poisoned, Watch, steady_data
@@ -66,8 +67,8 @@ def test_a_spike_is_left_out_after_the_warmup(fused: bool, tmp_path) -> None:
     events = [json.loads(line) for line in (tmp_path / "guard_events.jsonl").read_text().splitlines()]
     assert [event["batch_idx"] for event in events] == [12, 15]
     assert events[0].keys() == {
-        "run", "guard", "optimizer", "step", "epoch", "batch_idx", "loss", "norm", "threshold", "exceeded", "verdict",
-        "action",
+        "run", "guard", "optimizer", "step", "epoch", "batch_idx", "step_in_batch",
+        "loss", "norm", "threshold", "exceeded", "verdict", "action",
     }  # fmt: skip
     assert events[0]["step"] == 12
     assert events[0]["exceeded"] == "loss"
@@ -367,8 +368,10 @@ def test_a_ring_that_does_not_fit_is_refused_before_anything_is_copied(monkeypat
 
 
 def test_the_size_of_the_ring_is_printed(capsys, tmp_path) -> None:
-    run(Net(), rollback(), folder=tmp_path)
-    assert "2 snapshots of 0.0 MB on cpu" in capsys.readouterr().out
+    module = Net()
+    run(module, rollback(), folder=tmp_path)
+    weights_and_state = 3 * sum(4 * one.numel() for one in module.parameters())
+    assert f"2 snapshot(s) of {weights_and_state:,} bytes on cpu" in capsys.readouterr().out
 
 
 def test_a_rollback_right_after_a_resume_goes_back_to_the_checkpoint(tmp_path) -> None:
@@ -421,3 +424,136 @@ def test_one_bad_batch_in_fifty_costs_nothing_under_the_guard(tmp_path) -> None:
     assert final_loss(spikes, lt.LossSpikeGuard("rollback", snapshot_every_steps=5), folder=tmp_path) == pytest.approx(
         clean, rel=0.02
     )
+
+
+# What a review found
+
+
+def test_after_a_report_an_earlier_checkpoint_can_be_resumed(tmp_path) -> None:
+    save = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    bad = Poisoned(dict.fromkeys(range(5, 20), "nan"))
+    with pytest.raises(RuntimeError, match="4 steps in a row were bad"):
+        run(bad, lt.NonFiniteGuard(max_consecutive=3), save, folder=tmp_path, enable_checkpointing=True)
+    again = quiet_trainer(lt.NonFiniteGuard(max_consecutive=3), default_root_dir=tmp_path)
+    again.fit(Net(), steady_data(20), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+    assert counts(again)[2] == 4  # the named ones
+
+
+def test_a_fused_streak_that_is_over_is_told_all_the_same(tmp_path) -> None:
+    module = Poisoned(dict.fromkeys(range(5, 12), "nan"), fused=True)
+    with pytest.raises(RuntimeError, match="7 steps in a row were bad"):
+        run(module, lt.NonFiniteGuard(max_consecutive=3), folder=tmp_path, log_every_n_steps=100)
+
+
+def test_warn_neither_vetoes_what_is_named_nor_claims_what_a_clipper_did(tmp_path) -> None:
+    module = Poisoned({5: "nan"})
+    trainer = run(module, lt.LossSpikeGuard("warn", **QUICK), lt.GradientNormClipping(), folder=tmp_path)
+    event = json.loads((tmp_path / "guard_events.jsonl").read_text())
+    assert counts(trainer)[2] == 1
+    assert event["verdict"] == "skipped_guard"
+    assert event["exceeded"] == "nonfinite"
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again = quiet_trainer(lt.LossSpikeGuard("warn", **QUICK), max_epochs=2, default_root_dir=tmp_path)
+    again.fit(Net(), steady_data(20), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert counts(again)[2] == 1
+
+
+def test_only_the_named_step_of_a_batch_is_left_out(tmp_path) -> None:
+    class Critic(Net):
+        """Three steps a batch, of which one is bad in one batch."""
+
+        def __init__(self, bad: bool = True) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.bad = bad
+
+        def training_step(self, batch, batch_idx) -> None:
+            for turn in range(3):
+                self.optimizers().zero_grad()
+                factor = torch.nan if self.bad and (batch_idx, turn) == (6, 1) else 1.0
+                self.manual_backward(self.loss(batch) * factor)
+                self.optimizers().step()
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            if batch_idx == 3 and not (tmp_path / "a.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    data = lambda: StatefulDataLoader(steady_data(10).dataset, batch_size=8)  # noqa: E731
+    module, resumed = seeded(Critic), Critic(bad=False)
+    whole = run(module, lt.NonFiniteGuard(), lt.ExactResume(), Save(), folder=tmp_path, data=data())
+    again = quiet_trainer(lt.NonFiniteGuard(), lt.ExactResume(), default_root_dir=tmp_path)
+    again.fit(resumed, data(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert counts(again) == counts(whole) == (29, 0, 1, 0)
+    assert_same(weights(resumed), weights(module))
+
+
+def test_raise_writes_its_event_first(tmp_path) -> None:
+    with pytest.raises(RuntimeError, match="got nan and nan"):
+        run(Poisoned({3: "nan"}), lt.NonFiniteGuard("raise"), folder=tmp_path)
+    assert json.loads((tmp_path / "guard_events.jsonl").read_text())["verdict"] == "raised"
+
+
+def test_the_loss_of_a_short_window_is_its_mean_too(tmp_path) -> None:
+    seen = []
+
+    class Look(lt.Trick):
+        reads_loss = True
+        touches = lt.Touches.GRADIENTS_READ
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            seen.append(float(lt.current_step(trainer, optimizer).loss))
+
+    same = DataLoader(list(steady_data(1)) * 7, batch_size=None)
+    run(Net(lr=0.0), Look(), folder=tmp_path, data=same, accumulate_grad_batches=3)
+    assert seen == pytest.approx([seen[0]] * 3)
+
+
+def test_a_rollback_to_the_start_begins_the_schedule_anew(tmp_path) -> None:
+    watch = Watch()
+    guard = rollback(snapshot_every_steps=100)
+    run(Poisoned({12: "nan"}), guard, lt.WarmupCosineScheduler(10, total_steps=30), watch, folder=tmp_path)
+    assert watch.rates[13:] == pytest.approx(watch.rates[:7])
+
+
+def test_three_snapshots_are_used_one_after_the_other(tmp_path) -> None:
+    watch = Watch()
+    run(Poisoned(dict.fromkeys((16, 17, 18, 19), "nan")), rollback(num_snapshots=3), watch, folder=tmp_path)
+    for batch, snapshot in ((16, 14), (17, 9), (18, 4), (19, 4)):
+        assert_same(watch.weights[batch], watch.weights[snapshot])
+
+
+def test_snapshots_count_the_steps_of_one_optimizer(tmp_path) -> None:
+    """The second one steps with every second batch."""
+    watch = Watch()
+
+    class Bad(TwoOptimizers):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            return loss * torch.nan if self.trainer.fit_loop.total_batch_idx == 11 else loss
+
+    run(seeded(Bad), rollback(snapshot_every_steps=6), watch, folder=tmp_path)
+    assert_same(watch.weights[11], watch.weights[5])
+
+
+def test_a_rollback_over_an_epochs_edge_does_not_repeat_its_order(tmp_path) -> None:
+    orders: dict[int, list[float]] = {0: [], 1: [], 2: []}
+
+    class Order(Poisoned):
+        def training_step(self, batch, batch_idx):
+            orders[self.current_epoch].append(float(batch[0][0, 0]))
+            return super().training_step(batch, batch_idx)
+
+    data = DataLoader(steady_data(10).dataset, batch_size=8, shuffle=True)
+    run(Order({12: "nan"}), rollback(snapshot_every_steps=100), folder=tmp_path, data=data, max_epochs=3)
+    assert orders[1] != orders[2]
+
+
+def test_rates_are_lowered_also_inside_of_an_optimizer_that_wraps_one() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    outer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    outer.optim = inner
+    rates = lower_rates(outer, 0.1)
+    assert [one.param_groups[0]["lr"] for one in (outer, inner)] == [0.05, 0.05]
+    restore_rates_(rates)
+    assert [one.param_groups[0]["lr"] for one in (outer, inner)] == [0.5, 0.5]

@@ -85,3 +85,9 @@ def test_what_was_learned_is_in_the_checkpoint(make, tmp_path) -> None:
     again = quiet_trainer(make(), rest, max_epochs=2)
     again.fit(FixedGradients([[one] for one in NORMS]), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     assert rest.logged == whole.logged[10:]
+
+
+def test_an_infinite_norm_that_is_ignored_in_the_warmup_makes_no_other_weight_nan() -> None:
+    module = FixedGradients([[INF, 1.0]])
+    fit(module, lt.ZScoreGradientClipping(nonfinite="ignore"))
+    assert module.weight.tolist() == [-INF, -1.0]

@@ -39,3 +39,10 @@ def test_what_matches_nothing_is_an_error() -> None:
         excluded_parameters(Classifier(a=nn.Linear(2, 2)), "decoder.*")
     with pytest.raises(TypeError, match="got 3"):
         excluded_parameters(nn.Linear(2, 2), 3)
+
+
+def test_a_tied_head_is_excluded_under_all_its_names() -> None:
+    model = Classifier(table=nn.Embedding(4, 2), body=nn.Linear(2, 2), head=nn.Linear(2, 4, bias=False))
+    model.head.weight = model.table.weight
+    assert excluded_parameters(model, "head") == {"head.weight", "table.weight"}
+    assert excluded_parameters(model, "head*") == {"head.weight", "table.weight"}

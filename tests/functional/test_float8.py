@@ -114,3 +114,19 @@ def test_without_a_bias() -> None:
     model = build(bias=False)
     apply_float8(model, NAMES, emulate=True)
     assert model(torch.randn(16, 32)).shape == (16, 16)
+
+
+def test_a_tied_head_is_left_alone() -> None:
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(32, 16), "body": nn.Linear(16, 16), "head": nn.Linear(16, 32, bias=False)}
+    )
+    model["head"].weight = model["table"].weight
+    assert linear_layers(model).suitable == ("body",)
+
+
+def test_a_batch_that_does_not_divide_by_16() -> None:
+    model = build()
+    apply_float8(model, NAMES, emulate=True)
+    assert model[0].forward.args[0].config.pad_inner_dim  # without it the hardware refuses the gradient of the weight
+    model(torch.randn(13, 32)).sum().backward()
+    assert model[0].weight.grad is not None

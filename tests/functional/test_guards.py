@@ -13,7 +13,10 @@ INF, NAN, LARGEST = math.inf, math.nan, torch.finfo(torch.float64).max
 
 def slow_limit(values: list[float], z: float, window: int, delay: int, warmup: int) -> float:
     """From all values so far: taken in by `delay` at a time, and never the newest `delay`."""
-    taken_in = values[: max(len(values) // delay - 1, 0) * delay]
+    count = max(len(values) // delay - 1, 0) * delay
+    if len(values) >= warmup:  # when the warmup ends, all but the newest `delay`
+        count = warmup - delay + max((len(values) - warmup) // delay, 0) * delay
+    taken_in = values[:count]
     if len(taken_in) < warmup - delay:
         return LARGEST
     compared = taken_in[-window:]
@@ -35,13 +38,23 @@ def test_equals_lists(window: int, warmup: int, delay: int) -> None:
             one.append(value)
 
 
-def test_it_judges_from_the_warmup_on() -> None:
-    window = SpikeWindow(6.0, 128, 32)
+@pytest.mark.parametrize("warmup", [2, 5, 32, 50, 100])
+def test_it_judges_from_the_warmup_on(warmup: int) -> None:
+    window = SpikeWindow(6.0, 128, warmup)
     judged = []
-    for i in range(40):
+    for i in range(warmup + 8):
         judged.append(bool(window.exceeds(torch.tensor([1e9]))))
         window.step(torch.tensor([1.0 + 0.01 * (i % 5)]))
-    assert judged == [False] * 32 + [True] * 8
+    assert judged == [False] * warmup + [True] * 8
+
+
+def test_a_loss_that_is_mostly_zero_has_no_spikes() -> None:
+    """As a hinge loss has: a median and a deviation of zero say nothing."""
+    window = SpikeWindow(6.0, 16, 8)
+    for i in range(40):
+        window.step(torch.tensor([0.3 if i % 3 == 0 else 0.0]))
+    assert not window.exceeds(torch.tensor([0.3]))
+    assert window.exceeds(torch.tensor([NAN]))
 
 
 @pytest.mark.parametrize("value", [INF, NAN])

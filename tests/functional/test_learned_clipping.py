@@ -78,16 +78,18 @@ def test_what_was_not_applied_or_is_not_finite_changes_nothing(make, device_know
 
 @pytest.mark.parametrize("make", [lambda: NormStatistics(0.9, 3, 2.0), lambda: NormHistory(50.0, 10, 3)])
 @pytest.mark.parametrize("steps", [0, 2, 30])
-def test_state_goes_on(make, steps: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_goes_on(make, steps: int, dtype: torch.dtype) -> None:
     first = make()
     for i in range(steps):
-        first.step(torch.tensor(1.0 + i % 7))
+        first.step(torch.tensor(1.0 + 0.1 * (i % 7), dtype=dtype))
     second = make()
     second.load_state_dict(first.state_dict(), torch.device("cpu"))
+    probe = torch.tensor(50.0, dtype=dtype)
     for norm in (2.0, 9.0, 4.0):
         for one in (first, second):
-            one.step(torch.tensor(norm))
-        assert torch.equal(first.threshold(torch.tensor(50.0)), second.threshold(torch.tensor(50.0)))
+            one.step(torch.tensor(norm, dtype=dtype))
+        assert torch.equal(first.threshold(probe), second.threshold(probe))
 
 
 def test_a_constant_norm_clips_nothing_of_its_own_size() -> None:

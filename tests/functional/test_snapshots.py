@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.functional import snapshots
-from lightning_tricks.functional.snapshots import SnapshotRing, num_bytes, training_tensors
+from lightning_tricks.functional.snapshots import SnapshotRing, expected_state_bytes, num_bytes, training_tensors
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -104,6 +104,23 @@ def test_a_ring_that_does_not_fit_says_both_figures_and_copies_nothing(monkeypat
     assert len(ring) == 0
     monkeypatch.setattr(snapshots, "free_bytes", lambda device: needed)
     ring.take(module, [optimizer])
+
+
+def test_state_that_is_not_there_yet_is_counted(monkeypatch) -> None:
+    """Else a run would begin, and end when the optimizer has made its state."""
+    module, optimizer = build("adamw")
+    weights = num_bytes(dict(module.named_parameters()))
+    buffers = num_bytes(dict(module.named_buffers()))
+    needed = 2 * (3 * weights + buffers)
+    ring = SnapshotRing(2)
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: needed - 1)
+    assert f"need {needed:,} bytes" in ring.shortage(module, [optimizer])
+    monkeypatch.setattr(snapshots, "free_bytes", lambda device: needed)
+    assert ring.shortage(module, [optimizer]) == ""
+    assert ring.bytes_of_one == 3 * weights + buffers
+    assert [expected_state_bytes([build(name)[1]]) // weights for name in OPTIMIZERS] == [2, 2, 1, 0, 0]
+    train(module, optimizer, 1)
+    assert expected_state_bytes([optimizer]) == 0
 
 
 def test_nothing_to_restore() -> None:

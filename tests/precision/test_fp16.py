@@ -142,6 +142,16 @@ def test_the_scale_is_in_the_checkpoint(tmp_path) -> None:
     assert plugin.scaler.get_scale() == scale
 
 
+def test_a_checkpoint_of_16_mixed_goes_on_with_its_scale_and_the_options_given_here(tmp_path) -> None:
+    run = fit(seeded(Net), plugins=[stock(init_scale=2.0**18)])
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    plugin = lt.FP16Precision(growth_interval=7, growth_factor=4.0)
+    again = quiet_trainer(plugins=[plugin], max_epochs=1)
+    again.fit(Net(), torch.utils.data.DataLoader([]), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert plugin.scaler.get_scale() == run.precision_plugin.scaler.get_scale() < 2.0**18
+    assert (plugin.scaler.get_growth_interval(), plugin.scaler.get_growth_factor()) == (7, 4.0)
+
+
 def test_it_pickles() -> None:
     plugin = pickle.loads(pickle.dumps(lt.FP16Precision(init_scale=8.0)))
     assert fit(Net(), plugins=[plugin], max_steps=1).precision_plugin.scaler.get_scale() == 8.0
