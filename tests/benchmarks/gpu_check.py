@@ -161,7 +161,8 @@ class Bad(pl.Callback):
 
 def guards_and_precision(check: Check) -> None:
     def tricks() -> list[lt.Trick]:
-        return [lt.NonFiniteGuard(), lt.LossSpikeGuard(), lt.ZScoreGradientClipping(), lt.GradientMonitor()]
+        small = lt.LossSpikeGuard(window_steps=4, warmup_steps=2, z_threshold=1e3)
+        return [lt.NonFiniteGuard(), small, lt.ZScoreGradientClipping(), lt.GradientMonitor()]
 
     waits = []
     for callbacks in ([], tricks()):
