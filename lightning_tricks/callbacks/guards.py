@@ -23,6 +23,10 @@ from lightning_tricks.functional.snapshots import SnapshotRing
 
 __all__ = ["LossSpikeGuard", "NonFiniteGuard"]
 
+# Of the loss and of the gradient norm. With six deviations a loss 12% above its centre can be a spike, and a norm of
+# seven times its centre: norms grow by as much in the first hundreds of steps of sound runs.
+_LEAST_SPREAD = (0.02, 1.0)
+
 
 class NonFiniteGuard(Guard):
     """Leave out steps whose loss or gradient norm is inf or nan, on whichever rank, before they harm the weights.
@@ -200,7 +204,7 @@ class LossSpikeGuard(Guard):
 
     def _window(self, index: int, device: torch.device) -> SpikeWindow:
         if index not in self._windows:
-            self._windows[index] = SpikeWindow(self.z_threshold, self.window_steps, self.warmup_steps)
+            self._windows[index] = SpikeWindow(self.z_threshold, self.window_steps, self.warmup_steps, _LEAST_SPREAD)
             if index in self._saved_windows:
                 self._windows[index].load_state_dict(self._saved_windows.pop(index), device)
         return self._windows[index]

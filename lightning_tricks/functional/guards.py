@@ -6,7 +6,8 @@ clusters, so the newest values are left out of the comparison for a while: the f
 threshold for the next.
 
 Formula:
-    x is a spike if x > median(w) + z * max(1.4826 * median(|w - median(w)|), 0.01 * |median(w)|)
+    m = median(w), d(v) = 1.4826 * median(|v - median(v)|)
+    x is a spike if x > m + z * max(d(w), s * |m|) and x > m * min(exp(z * d(log w)), 100), the latter where w > 0
     with w the values of applied steps, without the newest d to 2 d - 1 steps, d an eighth of the window,
     or half of the warmup if that is less
 
@@ -16,7 +17,9 @@ Reference:
     (leaving out the batches of a spike).
 
 Differs:
-    The spread is at least a hundredth of the centre, so that values that hardly vary do not make noise a spike.
+    The spread is at least a share s of the centre, so that values that hardly vary do not make noise a spike. What
+    varies by factors, as gradient norms and losses near zero do, must be far out on a logarithmic scale too: on a
+    linear one a sound run has many spikes. A hundred times the centre always is.
 
 Cost:
     One comparison a step, on the device; every d steps two medians of `window_steps` numbers. No synchronisation.
@@ -26,6 +29,7 @@ Sharding:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +39,7 @@ from torch import Tensor
 __all__ = ["SpikeWindow"]
 
 _NORMAL = 1.4826
-_LEAST_SPREAD = 0.01
+_LARGEST_FACTOR = 100.0
 
 
 @dataclass
@@ -46,6 +50,8 @@ class SpikeWindow:
         z_threshold: robust standard deviations above the centre, above 0.
         window_steps: how many values of applied steps are compared with, 2 or more.
         warmup_steps: how many have to be there before anything is a spike, 2 or more.
+        least_spread: of each quantity the least standard deviation that is assumed, as a share of its centre; one
+            number for all.
 
     Example:
         >>> window = SpikeWindow(z_threshold=6.0, window_steps=8, warmup_steps=4)
@@ -58,6 +64,7 @@ class SpikeWindow:
     z_threshold: float
     window_steps: int
     warmup_steps: int
+    least_spread: Sequence[float] = (0.01,)
     values: Tensor | None = None
     """Of shape (quantities, window), the newest last; nan where there is none yet."""
     _limits: Tensor | None = None
@@ -146,12 +153,21 @@ class SpikeWindow:
     def _set_limits(self) -> None:
         assert self.values is not None
         centre = self.values.nanmedian(dim=1).values
-        deviation = _NORMAL * (self.values - centre[:, None]).abs().nanmedian(dim=1).values
-        spread = torch.maximum(deviation, _LEAST_SPREAD * centre.abs())
-        limits = centre + self.z_threshold * spread
+        deviation = _deviation(self.values)
+        least = torch.tensor(self.least_spread, dtype=centre.dtype).to(centre.device, non_blocking=True)
+        spread = torch.maximum(deviation, least * centre.abs())
+        factor = (self.z_threshold * _deviation(self.values.log())).exp().clamp(max=_LARGEST_FACTOR)
+        # The logarithm of what is negative is nan, and so is then the factor.
+        limits = torch.fmax(centre + self.z_threshold * spread, centre * factor)
         enough = (~self.values.isnan()).sum(dim=1) >= self.warmup_steps - self.delay_steps
         # Without a spread nothing is known: a loss that is mostly zero, as a hinge loss may be.
         self._limits = torch.where(enough & (spread > 0), limits, torch.finfo(limits.dtype).max)
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """The robust standard deviation of each row, without its nans."""
+    centre = values.nanmedian(dim=1, keepdim=True).values
+    return _NORMAL * (values - centre).abs().nanmedian(dim=1).values
 
 
 def _entering(steps: list[tuple[Tensor | None, bool | Tensor]]) -> Tensor:

@@ -21,8 +21,13 @@ def slow_limit(values: list[float], z: float, window: int, delay: int, warmup: i
         return LARGEST
     compared = taken_in[-window:]
     centre = statistics.median_low(compared)
-    spread = 1.4826 * statistics.median_low([abs(one - centre) for one in compared])
-    return centre + z * max(spread, 0.01 * abs(centre))
+    factor = min(math.exp(z * deviation([math.log(one) for one in compared])), 100.0)
+    return max(centre + z * max(deviation(compared), 0.01 * abs(centre)), centre * factor)
+
+
+def deviation(values: list[float]) -> float:
+    centre = statistics.median_low(values)
+    return 1.4826 * statistics.median_low([abs(one - centre) for one in values])
 
 
 @pytest.mark.parametrize(("window", "warmup", "delay"), [(16, 8, 2), (128, 32, 16), (4, 2, 1), (64, 64, 8)])
@@ -46,6 +51,27 @@ def test_it_judges_from_the_warmup_on(warmup: int) -> None:
         judged.append(bool(window.exceeds(torch.tensor([1e9]))))
         window.step(torch.tensor([1.0 + 0.01 * (i % 5)]))
     assert judged == [False] * warmup + [True] * 8
+
+
+def test_a_negative_quantity_is_judged_on_a_linear_scale_alone() -> None:
+    window = SpikeWindow(6.0, 16, 8)
+    for i in range(40):
+        window.step(torch.tensor([-3.0 + 0.1 * (i % 3)]))
+    assert not window.exceeds(torch.tensor([-2.5]))
+    assert window.exceeds(torch.tensor([-1.0]))
+    assert window.exceeds(torch.tensor([5.0]))
+
+
+def test_what_varies_by_factors_needs_a_large_one_to_be_a_spike() -> None:
+    """A loss near zero, whose values are as often ten times smaller as larger."""
+    generator = torch.Generator().manual_seed(0)
+    window = SpikeWindow(6.0, 128, 32)
+    found = 0
+    for value in (0.01 * torch.randn(600, generator=generator).exp()).tolist():
+        found += bool(window.exceeds(torch.tensor([value])))
+        window.step(torch.tensor([value]))
+    assert found == 0
+    assert window.exceeds(torch.tensor([2.0]))
 
 
 def test_a_loss_that_is_mostly_zero_has_no_spikes() -> None:
