@@ -25,6 +25,8 @@ from lightning_tricks.functional.clipping import gradient_norm, is_nonfinite
 __all__ = ["Guard", "Judgement"]
 
 _MOST_UNREAD = 128
+# Of a hundred steps and more no fifth may be bad: a kind of batch that is always left out is no accident.
+_FIRST_JUDGED, _MOST_BAD = 100, 5
 EVENTS_FILE = "guard_events.jsonl"
 _PLACE = ("optimizer", "epoch", "batch_idx", "step_in_batch")
 _LEAVES_OUT = ("skip", "rollback", "stop")
@@ -104,8 +106,9 @@ class Guard(Trick):
         self._latest: deque[str] = deque(maxlen=5)
         self._named: set[tuple[int, int, int, int]] = set()
         self._turn: dict[int, tuple[int, int, int]] = {}
-        self._too_many = 0
+        self._too_many = self._num_judged = self._num_bad = 0
         self._run = ""
+        self._loaded = self._writes = False
         self._paths: list[str] = []
         self._warned = False
 
@@ -123,13 +126,15 @@ class Guard(Trick):
         self._judged.clear()  # what an exception left
         self._consecutive.clear()  # whoever resumes, perhaps after a report, begins anew
         self._turn.clear()
-        self._too_many = 0
+        self._too_many = self._num_judged = self._num_bad = 0
         folder = trainer.log_dir or trainer.default_root_dir  # on every rank: it is a collective
         if self.events_path is None and not is_local_path(folder):
             rank_zero_warn(f"{type(self).__name__} cannot write its log to {folder}: it is {EVENTS_FILE} here instead.")
             folder = "."
         path = str(self.events_path or Path(folder) / EVENTS_FILE)
-        resumed = bool(self._run) and self.action in _LEAVES_OUT
+        path = os.path.abspath(path)  # a resumed run may begin elsewhere
+        # A second fit of one Trainer sees other batches: only a checkpoint goes on with the same.
+        resumed, self._loaded = self._loaded and self.action in _LEAVES_OUT, False
         events = [one for where in {*self._paths, path} for one in read_events(Path(where))] if resumed else []
         named = [
             tuple(one[key] for key in _PLACE)
@@ -139,8 +144,13 @@ class Guard(Trick):
         # Only rank 0 writes, perhaps where only it can read.
         fault = _why_not_writable(Path(path)) if trainer.is_global_zero else ""
         self._run, named, fault = trainer.strategy.broadcast((self._run or uuid.uuid4().hex, named, fault))
-        if fault:
+        if fault and self.events_path is None:
+            rank_zero_warn(
+                f"{type(self).__name__} cannot write its log of events to {path}: {fault}. It goes on without."
+            )
+        elif fault:
             raise ValueError(f"expected `events_path` to be a file that can be written, got {path!r}: {fault}")
+        self._writes = trainer.is_global_zero and not fault
         self._named = set(named)
         self._paths = list(dict.fromkeys([*self._paths, path]))
 
@@ -161,6 +171,7 @@ class Guard(Trick):
         if step.scaler is not None:  # an overflow is the scaler's to skip
             bad = judgement.bad = bad & ~is_nonfinite(norm)
         self._judged[step.index] = judgement
+        self._num_judged += 1
         step.judged = step.judged or self.action != "warn"
         if judgement.named:
             step.veto(True)
@@ -204,19 +215,21 @@ class Guard(Trick):
         elif step.verdict is None or self.action == "warn":
             self._unread.append((judgement, step.applied, step.overflowed))
             if len(self._unread) >= _MOST_UNREAD:
-                self._read(trainer)
+                self._read()
         elif judgement.vetoed:
-            self._record(trainer, judgement, *judgement.read())
+            self._record(judgement, *judgement.read())
         elif step.verdict == "applied":
             self._consecutive[step.index] = 0
         self._refuse_endless()
 
     def _refuse_endless(self) -> None:
-        """Raise if too many steps in a row were bad."""
+        """Raise if too many steps in a row were bad, or too many of all."""
+        if self._num_judged >= _FIRST_JUDGED and self._num_bad * _MOST_BAD > self._num_judged and self.action != "warn":
+            raise RuntimeError(self._report(f"{self._num_bad} of {self._num_judged} steps were bad"))
         if self._too_many and self.action != "warn":
             raise RuntimeError(self._report(f"{self._too_many} steps in a row were bad"))
 
-    def _read(self, trainer: pl.Trainer) -> None:
+    def _read(self) -> None:
         """Find out what became of the steps that only the device knew of: one transfer for all of them."""
         unread, self._unread = self._unread, []
         if not unread:
@@ -230,13 +243,12 @@ class Guard(Trick):
         read = torch.stack(rows).tolist()
         for (judgement, *_), (loss, norm, *limits, bad, applied, overflowed) in zip(unread, read, strict=True):
             if bad and not overflowed:
-                self._record(trainer, judgement, [loss, norm], limits, applied=bool(applied))
+                self._record(judgement, [loss, norm], limits, applied=bool(applied))
             elif applied:
                 self._consecutive[judgement.place["optimizer"]] = 0
 
     def _record(
         self,
-        trainer: pl.Trainer,
         judgement: Judgement,
         values: list[float],
         limits: list[float],
@@ -258,14 +270,14 @@ class Guard(Trick):
             "verdict": "applied" if applied else verdict,
             "action": self.action,
         }
-        if trainer.is_global_zero:
-            append_event(Path(self._paths[-1]), event)
+        self._write(event)
         limit = "" if exceeded is None else f", above {('loss', 'norm')[exceeded]} {limits[exceeded]:.4g}"
         text = (
             f"step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}, optimizer "
             f"{event['optimizer']}): loss {loss:.4g}, gradient norm {norm:.4g}{limit}"
         )
         self.num_events += 1
+        self._num_bad += 1
         self._latest.append(text)
         if self.action == "warn" or not self._warned:
             self._warned = True
@@ -276,6 +288,15 @@ class Guard(Trick):
         self._consecutive[index] = self._consecutive.get(index, 0) + 1
         if self._consecutive[index] > self.max_consecutive:
             self._too_many = self._consecutive[index]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if not self._writes:
+            return
+        try:
+            append_event(Path(self._paths[-1]), event)
+        except OSError as error:  # the run is worth more than its log
+            self._writes = False
+            rank_zero_warn(f"{type(self).__name__} cannot write its log of events any more: {error}")
 
     def _report(self, what: str) -> str:
         events = "\n".join(f"  {one}" for one in self._latest)
@@ -289,33 +310,29 @@ class Guard(Trick):
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
-        self._read(trainer)
+        self._read()
         self._refuse_endless()
         return {}
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._read(trainer)
+        self._read()
         self._refuse_endless()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if not isinstance(exception, torch.AcceleratorError):  # nothing can be read from the device then
-            self._read(trainer)
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._read(trainer)
+            self._read()
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._read()
         consecutive = dict(self._consecutive)
         return {"run": self._run, "paths": self._paths, "consecutive": consecutive, "num_events": self.num_events}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = True
         self._run = state_dict["run"]
         self._paths = list(state_dict["paths"])
         self._consecutive = dict(state_dict["consecutive"])

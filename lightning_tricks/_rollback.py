@@ -66,10 +66,12 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
         config.scheduler.load_state_dict(state)
     trainer.precision_plugin.load_state_dict(values["precision"])
     restore_random_state_(values["random"])
-    if values["epoch"] != trainer.current_epoch:
-        torch.rand(())  # else the next epoch would be shuffled as this one was, from the same random state
     for ledger, state in zip(step_ledger(trainer), values["ledger"], strict=True):
         ledger.rewind(state)
+    if values["epoch"] != trainer.current_epoch:
+        torch.rand(
+            step_ledger(trainer)[0].rolled_back
+        )  # else the next epoch would be shuffled as this one was, from the same random state
     for other, state in zip(_others(trainer), values["tricks"], strict=True):
         if state:  # as Lightning does: nothing saved, nothing loaded
             other.load_state_dict(state)

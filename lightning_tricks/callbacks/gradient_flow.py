@@ -206,6 +206,7 @@ class GradientMonitor(Trick):
             RuntimeError: nothing was measured yet.
         """
         looks = [one for one in self.history if one.optimizer == optimizer]
+        looks = [one for one in looks if len(one.blocks) == len(looks[-1].blocks)]  # since the last was unfrozen
         if not looks:
             raise RuntimeError(f"expected measurements of optimizer {optimizer} to draw, there are none yet: fit first")
         try:
@@ -230,7 +231,7 @@ class GradientMonitor(Trick):
         self._warned = state_dict["warned"]
         self.history = deque(maxlen=_MOST_KEPT)
         for step, index, names, values in state_dict["history"]:
-            blocks = zip(names.split("\n"), values.tolist(), strict=True)
+            blocks = zip(names.split("\n") if names else [], values.tolist(), strict=True)
             self.history.append(Look(step, index, tuple(BlockHealth(name, *row) for name, row in blocks)))
 
 

@@ -35,6 +35,9 @@ class NonFiniteGuard(Guard):
     count here. A run that is resumed leaves out what its log of events, ``guard_events.jsonl`` in the Trainer's log
     folder, names; that takes the same batches, so a stateful loader and `ExactResume`.
 
+    What the forward pass has written by then is not taken back: running statistics of BatchNorm take part in a bad
+    batch. `LossSpikeGuard("rollback")` restores them.
+
     Logs ``guard/nonfinite``, how many steps of the run were not finite.
 
     Args:
@@ -74,7 +77,7 @@ class NonFiniteGuard(Guard):
             trainer.should_stop = True
             return
         (loss, norm), limits = judgement.read()
-        self._record(trainer, judgement, [loss, norm], limits)
+        self._record(judgement, [loss, norm], limits)
         culprits = ", ".join(nonfinite_names(named_gradients(module, step.parameters(), step.gradients()))) or "none"
         raise RuntimeError(
             f"expected a finite loss and gradient norm, got {loss} and {norm} at epoch {judgement.place['epoch']}, "
@@ -98,8 +101,9 @@ class LossSpikeGuard(Guard):
 
     A step is judged by the loss (the mean over a window's micro-batches and over ranks) and the gradient norm, against
     the median and the median absolute deviation of applied steps. Steps that are not finite are bad as well, unless a
-    `NonFiniteGuard` is listed beside. More than 10 bad ones in a row, or 10 rollbacks to one snapshot, raise with a
-    report.
+    `NonFiniteGuard` is listed beside. More than 10 bad ones in a row, a fifth of a hundred and more, or more than 10
+    rollbacks without getting on raise with a report. Running statistics of BatchNorm are taken back by ``"rollback"``
+    alone.
 
     ``"rollback"`` restores weights, optimizer, schedules, loss scaler, random states, the ledger and what other tricks
     keep, from a snapshot in memory, at the end of the batch, and goes on with the data that comes next; a second
@@ -227,7 +231,9 @@ class LossSpikeGuard(Guard):
     @override
     def _learn(self, step: OptimizerStep, judgement: Judgement | None) -> None:
         values = self._values.pop(step.index, None)
-        device = step.optimizer.param_groups[0]["params"][0].device if values is None else values.device
+        # Another guard left it out: its device is that of any parameter.
+        any_tensor = next(one for group in step.optimizer.param_groups for one in group["params"])
+        device = any_tensor.device if values is None else values.device
         self._window(step.index, device).step(values, step.applied)
         if step.applied is not False:
             self._steps_since_snapshot[step.index] = self._steps_since_snapshot.get(step.index, 0) + 1

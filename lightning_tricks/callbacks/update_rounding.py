@@ -69,7 +69,7 @@ class VanishingUpdateMonitor(Trick):
         step = current_step(trainer, optimizer)
         if self._steps.get(step.index, 0) % self.every_n_steps:
             return
-        moving = {id(p) for group in optimizer.param_groups if _may_move(group["lr"]) for p in group["params"]}
+        moving = {id(p) for group in optimizer.param_groups if _may_move(group.get("lr", 1.0)) for p in group["params"]}
         parameters = [one for one in step.parameters() if id(one) in moving]
         if parameters:
             self._before[step.index] = parameters, copy_of(parameters)
@@ -83,8 +83,10 @@ class VanishingUpdateMonitor(Trick):
         if step.applied is False:
             self._steps[step.index] -= 1  # the next one is looked at
             return
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        self._counts[step.index] = vanished_and_due(before, parameters, gradients), step.applied
+        kept = [(old, new, new.grad) for old, new in zip(before, parameters, strict=True) if new.grad is not None]
+        if kept:
+            old, new, gradients = zip(*kept, strict=True)
+            self._counts[step.index] = vanished_and_due(old, new, gradients), step.applied
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:

@@ -77,6 +77,8 @@ def linear_layers(module: nn.Module, exclude: Exclusion = "head") -> LinearLayer
             continue
         if f"{name}.weight" in excluded:
             left_out[name] = "excluded"
+        elif "forward" in vars(layer) or "weight" not in layer._parameters:
+            left_out[name] = "its forward or its weight has been replaced"
         elif type(layer) is not nn.Linear:
             left_out[name] = f"{type(layer).__name__} may compute something else"
         elif layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:

@@ -15,9 +15,9 @@ Reference:
     (2020), "AutoClip", arXiv:2007.14469, algorithm 1.
 
 Differs:
-    Steps that were not applied, and norms that are not finite, enter neither. AutoClip's history is bounded, and holds
-    the norms before this one, where the paper adds this one first and keeps all. The variance of the warmup is that of
-    its norms, as in the authors' code; it is computed as they come in (Welford) instead of at its end.
+    Steps that were not applied, and norms that are zero or not finite, enter neither. AutoClip's history is bounded,
+    and holds the norms before this one, where the paper adds this one first and keeps all. The variance of the warmup
+    is that of its norms, as in the authors' code; it is computed as they come in (Welford) instead of at its end.
 
 Cost:
     A dozen scalar operations a step on the device; the percentile sorts `history_steps` numbers. No synchronisation.
@@ -107,7 +107,7 @@ class NormStatistics:
             return
         if self.mean is None or self.var is None or self.count is None:
             self.mean, self.var, self.count = (torch.zeros_like(clipped_norm) for _ in range(3))
-        enters = torch.isfinite(clipped_norm)
+        enters = torch.isfinite(clipped_norm) & (clipped_norm > 0)  # a threshold of zero would never let go
         if isinstance(applied, Tensor):
             enters = enters & (applied > 0)
         warming_up = self.count < self.warmup_steps
@@ -185,7 +185,7 @@ class NormHistory:
             return
         if self.norms is None:
             self.norms = torch.full((self.history_steps,), math.nan, dtype=norm.dtype, device=norm.device)
-        enters = torch.isfinite(norm)
+        enters = torch.isfinite(norm) & (norm > 0)  # a threshold of zero would never let go
         if isinstance(applied, Tensor):
             enters = enters & (applied > 0)
         self.norms = torch.where(enters, torch.cat([self.norms[1:], norm.reshape(1)]), self.norms)

@@ -216,9 +216,11 @@ class SnapshotRing:
                 del state[key]  # it came after the snapshot, or is a plain value
             state.update(copy.deepcopy(plain))
         live = training_tensors(module, optimizers)
-        _copy(list(live.values()), [snapshot.tensors[name] for name in live])
+        # What came, or changed its shape, after the snapshot stays as it is.
+        known = [name for name in live if name in snapshot.present and snapshot.tensors[name].shape == live[name].shape]
+        _copy([live[name] for name in known], [snapshot.tensors[name] for name in known])
         for optimizer, groups in zip(optimizers, snapshot.groups, strict=True):
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
                 for key, value in saved.items():
                     if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                         group[key].copy_(value)

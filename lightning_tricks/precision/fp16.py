@@ -84,7 +84,8 @@ class FP16Precision(MixedPrecision):
         device = "cpu" if accelerator is None else accelerator.type
         super().__init__("16-mixed", device, IterationScaler(device, **self._options))
         self._scale_read = DelayedRead()
-        self._stepped: set[int] = set()
+        self._stepped: dict[int, int] = {}
+        self._moment = self._last_backward = 0
         self._optimizers: list[Optimizer] = []
 
     @override
@@ -106,12 +107,19 @@ class FP16Precision(MixedPrecision):
             super().load_state_dict({**self.scaler.state_dict(), **{k: state_dict[k] for k in _PROGRESS}})
 
     @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self._moment += 1
+        self._last_backward = self._moment
+        return super().pre_backward(tensor, module)
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         self._refuse_collapse()
         output = super().optimizer_step(optimizer, model, closure, **kwargs)
-        self._stepped.add(id(torch_optimizer(optimizer)))
+        self._moment += 1
+        self._stepped[id(torch_optimizer(optimizer))] = self._moment
         self._optimizers = model.trainer.optimizers
         if model.automatic_optimization:
             self._end_iteration()
@@ -126,7 +134,8 @@ class FP16Precision(MixedPrecision):
                 yield
                 before = self._scale() if self._stepped else None
             if before is not None:
-                waiting = [one for one in self._optimizers if id(one) not in self._stepped]
+                # Those that did not step, and those that may have got gradients again since.
+                waiting = [one for one in self._optimizers if self._stepped.get(id(one), 0) < self._last_backward]
                 self.scaler.rescale_waiting_(waiting, before)
                 self._end_iteration()
 

@@ -557,3 +557,62 @@ def test_rates_are_lowered_also_inside_of_an_optimizer_that_wraps_one() -> None:
     assert [one.param_groups[0]["lr"] for one in (outer, inner)] == [0.05, 0.05]
     restore_rates_(rates)
     assert [one.param_groups[0]["lr"] for one in (outer, inner)] == [0.5, 0.5]
+
+
+def test_a_kind_of_batch_that_is_always_left_out_ends_with_a_report(tmp_path) -> None:
+    module = Poisoned(dict.fromkeys(range(0, 200, 4), "nan"))
+    with pytest.raises(RuntimeError, match=r"\d+ of 10\d steps were bad"):
+        run(module, lt.NonFiniteGuard(), folder=tmp_path, batches=200)
+
+
+def test_a_second_fit_leaves_nothing_out_by_name(tmp_path) -> None:
+    module = Poisoned({2: "nan"}, fail_at=5)
+    trainer = quiet_trainer(lt.NonFiniteGuard(), default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.fit(module, steady_data(10))
+    module.poison, module.fail_at = {}, None
+    trainer.fit(module, steady_data(10))
+    assert counts(trainer)[2] == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_account_is_in_a_checkpoint_between_logged_steps(fused: bool, tmp_path) -> None:
+    guard = lt.NonFiniteGuard()
+    run(
+        Poisoned({2: "nan", 4: "nan"}, fused=fused),
+        guard,
+        SaveAfter(6, tmp_path),
+        folder=tmp_path,
+        log_every_n_steps=50,
+    )
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["NonFiniteGuard"]
+    assert saved["num_events"] == 2
+
+
+class SaveAfter(pl.Callback):
+    def __init__(self, batches: int, folder) -> None:
+        self.batches, self.folder = batches, folder
+
+    def on_train_batch_end(self, trainer, *args) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.folder / "a.ckpt")
+
+
+def test_a_log_that_cannot_be_written_any_more_does_not_end_the_run(tmp_path) -> None:
+    with pytest.warns(UserWarning, match="cannot write its log of events any more"):
+        trainer = run(Poisoned({12: "nan"}), lt.LossSpikeGuard(events_path="/dev/full"), folder=tmp_path)
+    assert counts(trainer) == (19, 0, 1, 0)
+
+
+def test_a_parameter_that_came_after_the_snapshot_stays(tmp_path) -> None:
+    class Grows(Poisoned):
+        def on_train_batch_start(self, batch, batch_idx) -> None:
+            if batch_idx == 8:
+                self.extra = torch.nn.Parameter(torch.ones(1))
+                self.trainer.optimizers[0].add_param_group({"params": [self.extra]})
+                self.register_buffer("late", torch.ones(2))
+
+    module = Grows({12: "nan"})
+    trainer = run(module, rollback(snapshot_every_steps=100), folder=tmp_path)
+    assert counts(trainer)[3] == 1
+    assert module.late.tolist() == [1.0, 1.0]

@@ -91,3 +91,14 @@ def test_an_infinite_norm_that_is_ignored_in_the_warmup_makes_no_other_weight_na
     module = FixedGradients([[INF, 1.0]])
     fit(module, lt.ZScoreGradientClipping(nonfinite="ignore"))
     assert module.weight.tolist() == [-INF, -1.0]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: lt.ZScoreGradientClipping(warmup_steps=3),
+    lambda: lt.PercentileGradientClipping(warmup_steps=3),
+])  # fmt: skip
+def test_steps_without_a_gradient_do_not_freeze_the_run(make) -> None:
+    """As batches that are masked out, or a hinge loss that is satisfied, have none."""
+    module = FixedGradients([[0.0]] * 6 + [[1.0]] * 10)
+    fit(module, make())
+    assert module.weight.item() < -9.0

@@ -130,3 +130,10 @@ def test_a_batch_that_does_not_divide_by_16() -> None:
     assert model[0].forward.args[0].config.pad_inner_dim  # without it the hardware refuses the gradient of the weight
     model(torch.randn(13, 32)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_forward_or_a_weight_of_somebody_else_is_left_alone() -> None:
+    model = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("plain", "hooked", "normed")})
+    model["hooked"].forward = lambda x: x
+    nn.utils.weight_norm(model["normed"])
+    assert linear_layers(model, ()).suitable == ("plain",)

@@ -118,6 +118,23 @@ def test_gradients_that_wait_are_brought_to_the_new_scale(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_a_step_before_the_backward_is_unscaled_by_what_its_loss_was_scaled_with(fused: bool) -> None:
+    """The scale doubles at the end of each iteration, when the gradients of the next step are there already."""
+
+    class StepFirst(Gan):
+        def training_step(self, batch, batch_idx) -> None:
+            first, _ = self.optimizers()
+            if batch_idx:
+                first.step()
+                first.zero_grad()
+            self.manual_backward((self.w[0] * self.gradients[0][batch_idx]).sum())
+
+    module = StepFirst([1.0, 2.0, 3.0, 4.0], [1.0] * 4, fused=fused)
+    fit(module, data=module.batches(), plugins=[lt.FP16Precision(init_scale=4.0, growth_interval=1)])
+    assert module.w[0].item() == -6.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_a_scale_that_collapses_is_an_error_not_an_endless_skip(fused: bool) -> None:
     module = FixedGradients([[1.0]] * 3 + [[float("nan")]] * 60, fused=fused)
     plugin = lt.FP16Precision(init_scale=2.0**10, min_scale=4.0)
