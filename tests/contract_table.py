@@ -130,7 +130,7 @@ ROWS = (
     ),
     Row(
         "LossSpikeGuard",
-        acting={"z_threshold": 0.2, "window_steps": 4, "warmup_steps": 2},
+        acting={"z_threshold": 0.02, "window_steps": 4, "warmup_steps": 2},
         neutral={"z_threshold": 1e9},
         refusals=(
             (_fit(lt.LossSpikeGuard(), lt.LossSpikeGuard("warn")), r"LossSpikeGuard"),
