@@ -21,6 +21,7 @@ from lightning_tricks._lightning import batch_index, is_local_path
 from lightning_tricks.composition import OptimizerStep, Touches, Trick, current_step
 from lightning_tricks.composition.event_log import append_event, read_events
 from lightning_tricks.functional.clipping import gradient_norm, is_nonfinite
+from lightning_tricks.functional.guards import account_of, loss_and_norm
 
 __all__ = ["Guard", "Judgement"]
 
@@ -43,7 +44,7 @@ class Judgement:
         norm: the gradient norm, a scalar.
         bad: a boolean scalar, on the device as the others are.
         limits: what loss and norm were compared with, None for nothing.
-        named: whether an earlier run had left this batch out, so that nothing was judged.
+        named: whether an earlier run had left this batch out, so that the step is, whatever is made of it now.
         vetoed: whether the host knows that this guard left the step out.
     """
 
@@ -62,8 +63,7 @@ class Judgement:
     @property
     def values(self) -> Tensor:
         """Loss and norm, float32; -inf for a loss that there was not."""
-        norm = self.norm.float()
-        return torch.stack([torch.full_like(norm, -torch.inf) if self.loss is None else self.loss, norm])
+        return loss_and_norm(self.loss, self.norm)
 
 
 class Guard(Trick):
@@ -234,13 +234,7 @@ class Guard(Trick):
         unread, self._unread = self._unread, []
         if not unread:
             return
-        rows = []
-        for one, *known in unread:
-            values = one.values
-            limits = torch.full_like(values, torch.nan) if one.limits is None else one.limits
-            flags = torch.stack([torch.as_tensor(flag, device=values.device) > 0 for flag in (one.bad, *known)])
-            rows.append(torch.cat([values, limits, flags.float()]))
-        read = torch.stack(rows).tolist()
+        read = torch.stack([account_of(one.values, one.limits, (one.bad, *known)) for one, *known in unread]).tolist()
         for (judgement, *_), (loss, norm, *limits, bad, applied, overflowed) in zip(unread, read, strict=True):
             if bad and not overflowed:
                 self._record(judgement, [loss, norm], limits, applied=bool(applied))
@@ -282,7 +276,7 @@ class Guard(Trick):
         if self.action == "warn" or not self._warned:
             self._warned = True
             done = "taken all the same" if applied else "left out"
-            done += ", and the run goes back" if self.action == "rollback" else ""
+            done += {"rollback": ", and the run goes back", "stop": ", and the fit ends"}.get(self.action, "")
             rank_zero_warn(f"{type(self).__name__}: {text}. The step is {done}. All events are in {self._paths[-1]}.")
         index = judgement.place["optimizer"]
         self._consecutive[index] = self._consecutive.get(index, 0) + 1
@@ -301,8 +295,8 @@ class Guard(Trick):
     def _report(self, what: str) -> str:
         events = "\n".join(f"  {one}" for one in self._latest)
         return (
-            f"{type(self).__name__}: {what}, so that leaving out more would not help. The weights are as before the "
-            f"first of them. The last events:\n{events}\nLower the learning rate or lengthen the warmup, look at these "
+            f"{type(self).__name__}: {what}, so that leaving out more would not help. None of them changed the "
+            f"weights. The last events:\n{events}\nLower the learning rate or lengthen the warmup, look at these "
             f"batches, or resume from an earlier checkpoint; all events are in {self._paths[-1]}."
         )
 
@@ -327,15 +321,13 @@ class Guard(Trick):
     @override
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        consecutive = dict(self._consecutive)
-        return {"run": self._run, "paths": self._paths, "consecutive": consecutive, "num_events": self.num_events}
+        return {"run": self._run, "paths": self._paths, "num_events": self.num_events}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = True
         self._run = state_dict["run"]
         self._paths = list(state_dict["paths"])
-        self._consecutive = dict(state_dict["consecutive"])
         self.num_events = state_dict["num_events"]
 
 

@@ -69,9 +69,8 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
     for ledger, state in zip(step_ledger(trainer), values["ledger"], strict=True):
         ledger.rewind(state)
     if values["epoch"] != trainer.current_epoch:
-        torch.rand(
-            step_ledger(trainer)[0].rolled_back
-        )  # else the next epoch would be shuffled as this one was, from the same random state
+        # From the same random state the next epoch would be shuffled as this one was, and as at the last rollback.
+        torch.rand(step_ledger(trainer)[0].rolled_back)
     for other, state in zip(_others(trainer), values["tricks"], strict=True):
         if state:  # as Lightning does: nothing saved, nothing loaded
             other.load_state_dict(state)

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,9 +15,10 @@ from lightning_tricks._lightning import callbacks_of
 from lightning_tricks._rollback import lower_rates, refuse_shortage, restore_rates_, restore_run_, take_snapshot
 from lightning_tricks._validation import check_choice, check_int, check_number
 from lightning_tricks.composition import OptimizerStep, Summary, current_step
+from lightning_tricks.composition.per_optimizer import PerOptimizer
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.functional.clipping import is_nonfinite, named_gradients, nonfinite_names
-from lightning_tricks.functional.guards import SpikeWindow
+from lightning_tricks.functional.guards import SpikeWindow, shown_limits
 from lightning_tricks.functional.snapshots import SnapshotRing
 
 __all__ = ["LossSpikeGuard", "NonFiniteGuard"]
@@ -43,7 +43,8 @@ class NonFiniteGuard(Guard):
     Args:
         action: ``"skip"`` leaves the step out, ``"raise"`` raises and names the parameters, ``"stop"`` leaves it out
             and ends the fit.
-        max_consecutive: how many steps in a row may be left out; one more raises, with a report. 1 or more.
+        max_consecutive: how many steps in a row may be left out; one more raises, with a report; of a fused optimizer
+            when the Trainer next logs, though the streak be over. 1 or more.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; LBFGS with an action that leaves a step
@@ -60,7 +61,7 @@ class NonFiniteGuard(Guard):
     """
 
     job = "guard against steps that are not finite"
-    buys = "no weight is ever nan: a bad step is left out, counted and logged"
+    buys = "no step on inf or nan: it is left out, counted and logged"
     costs = "the gradient norm, one scalar read a step (none with a fused optimizer)"
 
     def __init__(self, action: Literal["skip", "raise", "stop"] = "skip", *, max_consecutive: int = 10) -> None:
@@ -112,8 +113,8 @@ class LossSpikeGuard(Guard):
     the log names is left out without going back for it again.
 
     Every event goes to a log, one JSON object a line: run, guard, optimizer, step, epoch, batch_idx, loss, norm,
-    threshold, exceeded, verdict, action. A resumed run leaves out the batches that it names; that takes the same
-    batches, so a stateful loader and `ExactResume`.
+    threshold, exceeded, verdict, action and more. A resumed run leaves out the batches that it names; that takes the
+    same batches, so a stateful loader and `ExactResume`.
 
     Logs ``guard/spikes`` (how many steps were bad so far), ``guard/loss_threshold`` and ``guard/norm_threshold``; for
     optimizer i > 0 the thresholds with ``/i`` behind.
@@ -181,8 +182,7 @@ class LossSpikeGuard(Guard):
     @override
     def reset(self) -> None:
         super().reset()
-        self._windows: dict[int, SpikeWindow] = {}
-        self._saved_windows: dict[int, dict[str, Any]] = {}
+        self._windows: PerOptimizer[SpikeWindow] = PerOptimizer(self._window)
         self._values: dict[int, Tensor] = {}
         self._limits: dict[int, Tensor] = {}
         self._ring = SnapshotRing(self.num_snapshots)
@@ -206,17 +206,13 @@ class LossSpikeGuard(Guard):
 
     # Each step
 
-    def _window(self, index: int, device: torch.device) -> SpikeWindow:
-        if index not in self._windows:
-            self._windows[index] = SpikeWindow(self.z_threshold, self.window_steps, self.warmup_steps, _LEAST_SPREAD)
-            if index in self._saved_windows:
-                self._windows[index].load_state_dict(self._saved_windows.pop(index), device)
-        return self._windows[index]
+    def _window(self) -> SpikeWindow:
+        return SpikeWindow(self.z_threshold, self.window_steps, self.warmup_steps, _LEAST_SPREAD)
 
     @override
     def _judge(self, index: int, judgement: Judgement) -> Tensor:
         values = self._values[index] = judgement.values
-        window = self._window(index, values.device)
+        window = self._windows.get(index, values.device)
         judgement.limits = self._limits[index] = window.limits(values)
         bad = window.exceeds(values)
         return bad if self._judges_nonfinite else bad & ~_is_nonfinite(judgement)
@@ -231,10 +227,12 @@ class LossSpikeGuard(Guard):
     @override
     def _learn(self, step: OptimizerStep, judgement: Judgement | None) -> None:
         values = self._values.pop(step.index, None)
-        # Another guard left it out: its device is that of any parameter.
-        any_tensor = next(one for group in step.optimizer.param_groups for one in group["params"])
-        device = any_tensor.device if values is None else values.device
-        self._window(step.index, device).step(values, step.applied)
+        if values is not None:
+            device = values.device
+        else:  # another guard left it out before this one measured anything
+            device = next(one.device for group in step.optimizer.param_groups for one in group["params"])
+        window = self._windows.get(step.index, device)
+        window.step(values, step.applied)
         if step.applied is not False:
             self._steps_since_snapshot[step.index] = self._steps_since_snapshot.get(step.index, 0) + 1
             self._lowered_steps[step.index] = max(self._lowered_steps.get(step.index, 0) - 1, 0)
@@ -314,10 +312,9 @@ class LossSpikeGuard(Guard):
         values: dict[str, float | Tensor] = {"guard/spikes": float(self.num_events)}
         for index in stepped:
             if index in self._limits:
-                limits = self._limits[index]
-                limits = torch.where(limits < torch.finfo(limits.dtype).max, limits, torch.inf)  # the warmup has none
-                values[key_of("guard/loss_threshold", index)] = limits[0]
-                values[key_of("guard/norm_threshold", index)] = limits[1]
+                thresholds = shown_limits(self._limits[index])
+                values[key_of("guard/loss_threshold", index)] = thresholds[0]
+                values[key_of("guard/norm_threshold", index)] = thresholds[1]
         return values
 
     @override
@@ -331,13 +328,16 @@ class LossSpikeGuard(Guard):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        windows = {**self._saved_windows, **{index: window.state_dict() for index, window in self._windows.items()}}
-        return {**super().state_dict(), "windows": windows, "lowered_steps": dict(self._lowered_steps)}
+        return {
+            **super().state_dict(),
+            "windows": self._windows.state_dict(),
+            "lowered_steps": dict(self._lowered_steps),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._windows, self._saved_windows = {}, dict(state_dict["windows"])
+        self._windows.load_state_dict(state_dict["windows"])
         self._lowered_steps = dict(state_dict["lowered_steps"])
 
 

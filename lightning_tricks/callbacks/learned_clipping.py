@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_tricks._clipper import NormClipper
 from lightning_tricks._validation import check_int, check_number
 from lightning_tricks.composition import OptimizerStep, Summary
+from lightning_tricks.composition.per_optimizer import PerOptimizer
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.functional.learned_clipping import NormHistory, NormStatistics
 
@@ -31,17 +32,9 @@ class _LearnedClipping(NormClipper):
     @override
     def reset(self) -> None:
         super().reset()
-        self._estimators: dict[int, Any] = {}
-        self._saved: dict[int, dict[str, Any]] = {}
+        self._estimators: PerOptimizer[Any] = PerOptimizer(self._estimator)
         self._thresholds: dict[int, Tensor] = {}
         self._learned_from: dict[int, Tensor] = {}
-
-    def _estimator_of(self, index: int, device: torch.device) -> Any:
-        if index not in self._estimators:
-            self._estimators[index] = self._estimator()
-            if index in self._saved:
-                self._estimators[index].load_state_dict(self._saved.pop(index), device)
-        return self._estimators[index]
 
     @override
     def _forget(self, index: int) -> None:
@@ -53,7 +46,7 @@ class _LearnedClipping(NormClipper):
         super().after_step(trainer, module, step)
         norm = self._learned_from.pop(step.index, None)
         if norm is not None:
-            self._estimators[step.index].step(norm, step.applied)
+            self._estimators.get(step.index, norm.device).step(norm, step.applied)
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
@@ -64,15 +57,13 @@ class _LearnedClipping(NormClipper):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        estimators = {index: one.state_dict() for index, one in self._estimators.items()}
-        return {**super().state_dict(), "estimators": {**self._saved, **estimators}}
+        return {**super().state_dict(), "estimators": self._estimators.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._learned_from.clear()
-        self._estimators.clear()
-        self._saved = dict(state_dict["estimators"])
+        self._estimators.load_state_dict(state_dict["estimators"])
 
 
 class ZScoreGradientClipping(_LearnedClipping):
@@ -138,7 +129,7 @@ class ZScoreGradientClipping(_LearnedClipping):
 
     @override
     def _threshold(self, index: int, norm: Tensor) -> Tensor:
-        statistics: NormStatistics = self._estimator_of(index, norm.device)
+        statistics: NormStatistics = self._estimators.get(index, norm.device)
         limit, spike = statistics.threshold(norm), statistics.spike_threshold(norm)
         self._zscores[index] = statistics.zscore(norm)
         # The statistics are of the norm that the paper's rule leaves, the cap of `max_norm` besides it.
@@ -217,7 +208,7 @@ class PercentileGradientClipping(_LearnedClipping):
 
     @override
     def _threshold(self, index: int, norm: Tensor) -> Tensor:
-        self._thresholds[index] = self._estimator_of(index, norm.device).threshold(norm)
+        self._thresholds[index] = self._estimators.get(index, norm.device).threshold(norm)
         self._learned_from[index] = norm
         return self._thresholds[index]
 

@@ -92,7 +92,8 @@ class OptimizerStep:
             if self.scaler is None:
                 self.optimizer.found_inf = self._veto  # type: ignore[attr-defined]
             return False
-        if bool(flag) if isinstance(flag, bool) or flag.dtype == torch.bool else bool(flag > 0):
+        is_number = isinstance(flag, Tensor) and flag.dtype != torch.bool
+        if bool(flag > 0 if is_number else flag):
             self.parameters()  # a scaler wants to have seen the gradients, if only to unscale them
             self._vetoed_on_host = True
             self._drop_gradients()

@@ -28,6 +28,7 @@ Sharding:
     None of its own: what comes in is global, and each rank computes the same.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,10 +37,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SpikeWindow"]
+__all__ = ["SpikeWindow", "account_of", "loss_and_norm", "shown_limits"]
 
 _NORMAL = 1.4826
 _LARGEST_FACTOR = 100.0
+
+
+def loss_and_norm(loss: Tensor | None, norm: Tensor) -> Tensor:
+    """Put the loss and the gradient norm of a step side by side.
+
+    Args:
+        loss: a scalar, None where there was none.
+        norm: a scalar.
+
+    Returns:
+        Two float32 numbers; -inf in the place of a loss that there was not.
+
+    Example:
+        >>> loss_and_norm(None, torch.tensor(2.0))
+        tensor([-inf, 2.])
+    """
+    norm = norm.float()
+    return torch.stack([torch.full_like(norm, -math.inf) if loss is None else loss, norm])
+
+
+def account_of(values: Tensor, limits: Tensor | None, flags: Sequence[bool | Tensor]) -> Tensor:
+    """Put all that is to be known of a step into one row, to be read later with others in one transfer.
+
+    Args:
+        values: from `loss_and_norm`.
+        limits: of the same shape; None for nan.
+        flags: bools, or scalars that are true or above zero.
+
+    Returns:
+        Values, limits, and the flags as 0 or 1.
+
+    Example:
+        >>> account_of(torch.tensor([1.0, 2.0]), None, [True, torch.tensor(0.0)])
+        tensor([1., 2., nan, nan, 1., 0.])
+    """
+    limits = torch.full_like(values, math.nan) if limits is None else limits
+    known = torch.stack([torch.as_tensor(flag, device=values.device) > 0 for flag in flags])
+    return torch.cat([values, limits, known.float()])
+
+
+def shown_limits(limits: Tensor) -> Tensor:
+    """Return limits for people to look at: inf where there is none, as in the warmup.
+
+    Args:
+        limits: from `SpikeWindow.limits`.
+
+    Example:
+        >>> shown_limits(torch.tensor([1.0, torch.finfo(torch.float32).max]))
+        tensor([1., inf])
+    """
+    return torch.where(limits < torch.finfo(limits.dtype).max, limits, math.inf)
 
 
 @dataclass
@@ -154,8 +206,8 @@ class SpikeWindow:
         assert self.values is not None
         centre = self.values.nanmedian(dim=1).values
         deviation = _deviation(self.values)
-        least = torch.tensor(self.least_spread, dtype=centre.dtype).to(centre.device, non_blocking=True)
-        spread = torch.maximum(deviation, least * centre.abs())
+        shares = itertools.cycle(self.least_spread)
+        spread = torch.maximum(deviation, torch.stack([next(shares) * one for one in centre.abs()]))
         factor = (self.z_threshold * _deviation(self.values.log())).exp().clamp(max=_LARGEST_FACTOR)
         # The logarithm of what is negative is nan, and so is then the factor.
         limits = torch.fmax(centre + self.z_threshold * spread, centre * factor)

@@ -100,16 +100,14 @@ class NormStatistics:
         """Take in the norm of one step.
 
         Args:
-            clipped_norm: the norm after clipping, a scalar. One that is not finite changes nothing.
+            clipped_norm: the norm after clipping, a scalar. One that is zero or not finite changes nothing.
             applied: whether the step was; a bool, or a scalar holding 0 or 1.
         """
         if applied is False:
             return
         if self.mean is None or self.var is None or self.count is None:
             self.mean, self.var, self.count = (torch.zeros_like(clipped_norm) for _ in range(3))
-        enters = torch.isfinite(clipped_norm) & (clipped_norm > 0)  # a threshold of zero would never let go
-        if isinstance(applied, Tensor):
-            enters = enters & (applied > 0)
+        enters = _enters(clipped_norm, applied)
         warming_up = self.count < self.warmup_steps
         share = torch.where(warming_up, 1.0 / (self.count + 1.0), 1.0 - self.decay)
         deviation = clipped_norm - self.mean
@@ -178,16 +176,14 @@ class NormHistory:
         """Take in the norm of one step.
 
         Args:
-            norm: the norm before clipping, a scalar. One that is not finite changes nothing.
+            norm: the norm before clipping, a scalar. One that is zero or not finite changes nothing.
             applied: whether the step was; a bool, or a scalar holding 0 or 1.
         """
         if applied is False:
             return
         if self.norms is None:
             self.norms = torch.full((self.history_steps,), math.nan, dtype=norm.dtype, device=norm.device)
-        enters = torch.isfinite(norm) & (norm > 0)  # a threshold of zero would never let go
-        if isinstance(applied, Tensor):
-            enters = enters & (applied > 0)
+        enters = _enters(norm, applied)
         self.norms = torch.where(enters, torch.cat([self.norms[1:], norm.reshape(1)]), self.norms)
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,3 +204,9 @@ class NormHistory:
         self.norms = torch.full((self.history_steps,), math.nan, dtype=saved.dtype, device=device)
         kept = saved[-self.history_steps :]
         self.norms[-len(kept) :] = kept.to(device)
+
+
+def _enters(norm: Tensor, applied: bool | Tensor) -> Tensor:
+    """Whether a norm is taken in. One of zero is not: a threshold of zero would never let go."""
+    enters = torch.isfinite(norm) & (norm > 0)
+    return enters & (applied > 0) if isinstance(applied, Tensor) else enters

@@ -141,11 +141,9 @@ class FP16Precision(MixedPrecision):
 
     def _scale(self) -> Tensor:
         """The scale, on the device that gradients are on."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    return self.scaler.scale(torch.ones((), device=parameter.device))
-        return torch.ones(())
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        device = next(parameter.device for group in groups for parameter in group["params"])
+        return self.scaler.scale(torch.ones((), device=device))
 
     def _end_iteration(self) -> None:
         self._stepped.clear()
