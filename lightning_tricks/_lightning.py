@@ -3,6 +3,8 @@
 Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue number stands beside it.
 """
 
+import copyreg
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,10 +23,14 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_tricks.functional.patching import Removable, patch_
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -35,10 +41,18 @@ __all__ = [
     "batch_index",
     "callbacks_of",
     "callbacks_that_copy_the_module",
+    "changes_batch_on_device",
+    "estimate_steps_by",
+    "free_memory_cache",
     "has_persistent_workers",
+    "has_static_graph",
     "is_fast_dev_run",
+    "is_last_batch",
+    "is_last_epoch",
     "is_local_path",
     "is_logging_step",
+    "is_out_of_memory",
+    "is_training_batch",
     "load_loader_states",
     "loader_generators",
     "loader_keeps_no_state",
@@ -46,6 +60,7 @@ __all__ = [
     "logged_step",
     "loss_scaler",
     "module_overrides",
+    "other_accumulation",
     "other_rate_writers",
     "precision_of",
     "remove_scheduler",
@@ -56,9 +71,13 @@ __all__ = [
     "set_callbacks",
     "set_device_mesh",
     "set_sampler_epochs",
+    "steer_accumulation",
+    "step_without_a_batch",
+    "takes_loader_iter",
     "torch_optimizer",
     "train_batches_per_epoch",
     "turn_off_inference_mode",
+    "unprocessed_batches",
     "unscaled_loss",
     "unscales_by_itself",
     "unsupported_strategy",
@@ -129,10 +148,9 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
             "FSDP1 flattens parameters, so that a rank sees pieces of no parameter's own shape (PL#19235). "
             'Use strategy="fsdp2"'
         )
-    static_graph = isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._ddp_kwargs.get("static_graph")
     schedules = [one.scheduling for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler)]
     accumulation = max([trainer.accumulate_grad_batches, *(k for one in schedules for k in one.values())])
-    if static_graph and accumulation > 1:
+    if has_static_graph(trainer) and accumulation > 1:
         return (
             f"static_graph=True fails inside of torch with accumulate_grad_batches={accumulation} (PL#20395): "
             "drop one of the two"
@@ -140,6 +158,133 @@ def unsupported_strategy(trainer: pl.Trainer) -> str | None:
     if "XLA" in type(trainer.strategy).__name__:
         return "nothing of this package was run on XLA"
     return None
+
+
+def has_static_graph(trainer: pl.Trainer) -> bool:
+    """Whether DDP was told that its graph never changes, which it does in micro-batches without communication."""
+    return isinstance(trainer.strategy, DDPStrategy) and bool(trainer.strategy._ddp_kwargs.get("static_graph"))
+
+
+def other_accumulation(trainer: pl.Trainer) -> list[str]:
+    """What of Lightning's own accumulates gradients in this run, as the user wrote it."""
+    flag = trainer.accumulate_grad_batches
+    flags = [] if flag == 1 else [f"Trainer(accumulate_grad_batches={flag})"]
+    return flags + [
+        type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler)
+    ]
+
+
+def steer_accumulation(
+    trainer: pl.Trainer, *, is_open: Callable[[], bool], is_first: Callable[[], bool]
+) -> list[Removable]:
+    """Decide when the Trainer steps and when it zeroes gradients; the loss is still divided by its own number.
+
+    Lightning counts batches from the start of each epoch and steps on its last one (PL#19987, PL#21808).
+
+    Args:
+        trainer: the Trainer.
+        is_open: whether the window goes on after the current batch. Picklable, as the Trainer is.
+        is_first: whether the current batch is the first one of its window.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    zero = functools.partial(_zero_grad_of_window, loop.automatic_optimization, is_first)
+    return [
+        patch_(loop, "_should_accumulate", is_open),
+        patch_(loop.automatic_optimization, "_make_zero_grad_fn", zero),
+    ]
+
+
+def _zero_grad_of_window(loop: Any, is_first: Callable[[], bool], batch_idx: int, optimizer: Optimizer) -> Any:
+    return functools.partial(_zero_grad, loop, batch_idx, optimizer) if is_first() else None
+
+
+def _zero_grad(loop: Any, batch_idx: int, optimizer: Optimizer) -> None:
+    loop._on_before_zero_grad(optimizer)
+    loop._optimizer_zero_grad(batch_idx, optimizer)
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Whether the current training batch is the last one of its epoch."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def is_last_epoch(trainer: pl.Trainer) -> bool:
+    """Whether no epoch follows on the current one, as far as the number of epochs tells."""
+    epochs = trainer.max_epochs
+    return epochs is not None and epochs != -1 and int(trainer.fit_loop.epoch_progress.current.processed) + 1 >= epochs  # type: ignore[attr-defined]
+
+
+def unprocessed_batches(trainer: pl.Trainer) -> int:
+    """How many batches were begun but not finished: 1 while one is trained on, and after an exception in it."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.ready - progress.processed)
+
+
+def step_without_a_batch(trainer: pl.Trainer) -> None:
+    """Take an optimizer step of automatic optimization on the gradients that are there."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization._optimizer_step(loop.batch_idx, functools.partial(torch.zeros, ()))
+    loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+
+def takes_loader_iter(module: pl.LightningModule) -> bool:
+    """Whether `training_step` takes its batches from the loader by itself, so that none is known before it runs."""
+    return bool(is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))
+
+
+def changes_batch_on_device(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether what `training_step` gets may be another batch than the one that is moved to the device."""
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return any(is_overridden(hook, module) or (data and is_overridden(hook, data)) for hook in hooks)
+
+
+def is_training_batch(trainer: pl.Trainer) -> bool:
+    """Whether the batch that is being moved to the device is one to train on."""
+    return bool(trainer.training) and not trainer.sanity_checking
+
+
+def estimate_steps_by(trainer: pl.Trainer, count: Callable[[pl.Trainer], int]) -> Removable:
+    """Let `estimated_stepping_batches` give the steps that `count` finds for the run.
+
+    It is a property, so the Trainer's class is replaced by one of the same name.
+
+    Args:
+        trainer: the Trainer.
+        count: called where the run is bounded.
+    """
+    kind = type(trainer)
+
+    def estimated_stepping_batches(self: pl.Trainer) -> int | float:
+        batches = kind.estimated_stepping_batches.fget(self)  # type: ignore[attr-defined]
+        unbounded = self.max_epochs in (None, -1) or self.num_training_batches == float("inf")
+        return batches if unbounded else count(self)
+
+    return _ClassSwap(trainer, kind, {"estimated_stepping_batches": property(estimated_stepping_batches)})
+
+
+class _ClassSwap:
+    """The handle of an object whose class was replaced by a subclass; it pickles and copies as its own class."""
+
+    def __init__(self, target: Any, kind: type, attributes: dict[str, Any]) -> None:
+        self.target, self.kind = target, kind
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        reduce = {"__reduce_ex__": lambda one, protocol: (copyreg.__newobj__, (kind,), vars(one))}  # type: ignore[attr-defined]
+        target.__class__ = type(kind.__name__, (kind,), {**names, **reduce, **attributes})
+
+    def remove(self) -> None:
+        """Give the object its class back."""
+        self.target.__class__ = self.kind
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device, or the machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(is_oom_error(error))
+
+
+def free_memory_cache() -> None:
+    """Collect garbage, and give what torch's allocator keeps back to the device."""
+    garbage_collection_cuda()
 
 
 def schedulers_of(trainer: pl.Trainer) -> list[LRSchedulerConfig]:

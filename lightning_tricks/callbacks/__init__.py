@@ -1,5 +1,6 @@
 """Layer 2: the techniques as Lightning callbacks, each a thin shell over `functional` and `composition`."""
 
+from lightning_tricks.callbacks.accumulation import GradientAccumulation
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
@@ -17,6 +18,7 @@ __all__ = [
     "AdaptiveGradientClipping",
     "ExactResume",
     "Float8Training",
+    "GradientAccumulation",
     "GradientMonitor",
     "GradientNormClipping",
     "GradientValueClipping",

@@ -4,7 +4,7 @@
 `conductor` runs them: order, conflicts, edits and their undo, logging, and the table at the start of fit.
 """
 
-from lightning_tricks.composition.conductor import current_step, step_ledger
+from lightning_tricks.composition.conductor import current_step, current_window, step_ledger, weigh_batch
 from lightning_tricks.composition.ledger import OptimizerLedger, StepLedger
 from lightning_tricks.composition.step import OptimizerStep
 from lightning_tricks.composition.trick import Summary, Touches, Trick
@@ -17,5 +17,7 @@ __all__ = [
     "Touches",
     "Trick",
     "current_step",
+    "current_window",
     "step_ledger",
+    "weigh_batch",
 ]

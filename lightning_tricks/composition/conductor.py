@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -28,9 +29,10 @@ from lightning_tricks.composition.ledger import StepLedger
 from lightning_tricks.composition.report import print_table
 from lightning_tricks.composition.step import OptimizerStep
 from lightning_tricks.composition.trick import Trick
+from lightning_tricks.composition.window import Window
 from lightning_tricks.functional.patching import Removable, patch_
 
-__all__ = ["Conductor", "compose", "current_step", "step_ledger"]
+__all__ = ["Conductor", "compose", "current_step", "current_window", "step_ledger", "weigh_batch"]
 
 
 def compose(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
@@ -88,6 +90,28 @@ def current_step(trainer: pl.Trainer, optimizer: Optimizer) -> OptimizerStep:
     return conductor.step
 
 
+def current_window(trainer: pl.Trainer) -> Window:
+    """Return the accumulation window that a Trainer's run is in.
+
+    Args:
+        trainer: a Trainer with at least one trick, from the start of its fit on.
+    """
+    conductor = _find(trainer)
+    assert conductor is not None
+    return conductor.window
+
+
+def weigh_batch(trainer: pl.Trainer, batch: Any) -> float | None:
+    """Return what a batch counts, by the trick that weighs batches; None without one.
+
+    Args:
+        trainer: a Trainer with at least one trick.
+        batch: what `training_step` gets, or a part of it.
+    """
+    weights = (one.weigh(batch) for one in callbacks_of(trainer) if isinstance(one, Trick))
+    return next((weight for weight in weights if weight is not None), None)
+
+
 class Conductor(Callback):
     """Keeps the ledger and runs the tricks. Nobody lists it: the first trick does.
 
@@ -95,6 +119,7 @@ class Conductor(Callback):
         ledger: the verdicts of the run.
         tricks: the Trainer's tricks, in the order in which they run.
         step: the optimizer step that is being taken, None between steps.
+        window: the accumulation window that the run is in.
     """
 
     def __init__(self) -> None:
@@ -106,10 +131,7 @@ class Conductor(Callback):
         self._watched: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._warned_of_raw_steps = False
-        self._window_has_loss = False
-        self._batch_has_loss = False
-        self._loss: Tensor | None = None
-        self._num_losses = 0
+        self.window = Window()
         self._steps_without_ledger = 0
 
     @property
@@ -149,8 +171,7 @@ class Conductor(Callback):
             self._undo.append(optimizer.register_step_pre_hook(functools.partial(_on_torch_step, self)))
             self._undo.append(optimizer.register_step_post_hook(functools.partial(_on_torch_stepped, self)))
         self._stepped.clear()
-        self._window_has_loss = self._batch_has_loss = False
-        self._loss, self._num_losses = None, 0
+        self.window.close()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the tricks begin, with all state loaded, and print the table."""
@@ -165,36 +186,28 @@ class Conductor(Callback):
     # Each batch
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Begin to look for a loss."""
-        self._batch_has_loss = False
+        """Begin a micro-batch."""
+        self.window.begin_batch()
         for trick in self.tricks:
             trick.catch_up(trainer)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Note that this window has a loss, and sum it up for those who look at it."""
-        self._window_has_loss = self._batch_has_loss = True
-        if any(trick.reads_loss for trick in self.tricks):
-            loss = unscaled_loss(trainer, loss)
-            self._loss = loss if self._loss is None else self._loss + loss
-            self._num_losses += 1
+        read = any(trick.reads_loss for trick in self.tricks)
+        self.window.add(unscaled_loss(trainer, loss) if read else None)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Make the gradients ready for the tricks."""
-        if self.step is not None:
-            has_loss = self._window_has_loss if self.step.scaler is None else self._batch_has_loss
-            # In manual optimization several losses may stand for one optimizer: its gradients tell.
-            self.step.prepare(has_loss=has_loss or not pl_module.automatic_optimization)
-            self.step.loss = self._take_loss(trainer, pl_module)
-
-    def _take_loss(self, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """The loss of the window that ends here."""
-        loss, count = self._loss, self._num_losses
-        self._loss, self._num_losses = None, 0
-        if loss is not None and module.automatic_optimization and count != trainer.accumulate_grad_batches:
-            return loss * (trainer.accumulate_grad_batches / count)  # Lightning divides by it in a short window too
-        return loss
+        if self.step is None:
+            return
+        if pl_module.automatic_optimization:
+            self.step.prepare(self.window.has_loss)
+            self.step.loss = self.window.mean_loss(trainer.accumulate_grad_batches, trainer.world_size)
+        else:  # several losses may stand for one optimizer: its gradients tell
+            self.step.prepare(has_loss=True)
+            self.step.loss = self.window.sum_of_losses()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Log for all tricks, if the Trainer logs this batch and an optimizer stepped since it last did."""
@@ -230,8 +243,8 @@ class Conductor(Callback):
 
     def abandon_step(self) -> None:
         """Forget a step that an exception ended, and the loss that led to it."""
-        self._loss, self._num_losses = None, 0
         if self.step is not None:
+            self.window.forget_batch()
             self.step.abandon()
             self.step = None
 
@@ -240,7 +253,7 @@ class Conductor(Callback):
         step, self.step = self.step, None
         assert step is not None
         step.settle(self.ledger[step.index])
-        self._window_has_loss = False
+        self.window.close()
         self._stepped.add(step.index)
         for trick in self.tricks:
             trick.after_step(trainer, module, step)
@@ -324,6 +337,9 @@ def _watched_optimizer_step(
     if _find(trainer) is not conductor:  # the learning-rate finder runs trial steps with callbacks of its own
         return step(optimizer, *args, **kwargs)
     conductor.begin_step(trainer, optimizer)
+    if trainer.lightning_module.automatic_optimization:
+        closure, *args = args  # type: ignore[assignment]
+        args = (functools.partial(_closure_of_window, conductor, closure), *args)
     try:
         output = step(optimizer, *args, **kwargs)
     except BaseException:
@@ -331,6 +347,15 @@ def _watched_optimizer_step(
         raise
     conductor.end_step(trainer, trainer.lightning_module)
     return output
+
+
+def _closure_of_window(conductor: Conductor, closure: Callable[[], Any]) -> Any:
+    """Where the last micro-batch gave no loss but others did, there is a step to take: None would say there is none.
+
+    Under a loss scaler Lightning would leave all of the window out.
+    """
+    loss = closure()
+    return torch.zeros(()) if loss is None and conductor.window.has_loss else loss
 
 
 def _on_torch_step(conductor: Conductor, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_tricks._lightning import MisconfigurationException, callbacks_of, train_batches_per_epoch
+from lightning_tricks.composition.trick import Trick
 
 __all__ = ["optimizer_steps_of_run"]
 
@@ -13,8 +14,8 @@ __all__ = ["optimizer_steps_of_run"]
 def optimizer_steps_of_run(trainer: pl.Trainer) -> int:
     """Count the optimizer steps of the whole run in automatic optimization, those before a resume included.
 
-    From ``max_steps``, ``max_epochs``, ``limit_train_batches``, ``accumulate_grad_batches`` and a
-    GradientAccumulationScheduler, which Lightning's own ``estimated_stepping_batches`` leaves out.
+    From ``max_steps``, ``max_epochs``, ``limit_train_batches``, ``accumulate_grad_batches``, the tricks that bear on it
+    and a GradientAccumulationScheduler, which Lightning's own ``estimated_stepping_batches`` leaves out.
 
     Args:
         trainer: a Trainer whose training data is set up: from `on_train_start` on.
@@ -42,6 +43,10 @@ def optimizer_steps_of_run(trainer: pl.Trainer) -> int:
 
 
 def _steps_of_epochs(trainer: pl.Trainer, batches: int, epochs: int) -> int:
+    for trick in callbacks_of(trainer):
+        steps = trick.count_steps(batches, epochs) if isinstance(trick, Trick) else None
+        if steps is not None:
+            return steps
     schedulers = [one for one in callbacks_of(trainer) if isinstance(one, GradientAccumulationScheduler)]
     if not schedulers:
         return epochs * math.ceil(batches / trainer.accumulate_grad_batches)

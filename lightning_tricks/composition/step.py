@@ -99,6 +99,12 @@ class OptimizerStep:
             self._drop_gradients()
         return self._vetoed_on_host
 
+    def leave_empty(self) -> None:
+        """Leave the step out since there is nothing to step on: the gradients are of no sample."""
+        self.parameters()  # as in `veto`
+        self._empty = True
+        self._drop_gradients()
+
     # For the verdict's readers, once it has ended
 
     @property
@@ -122,8 +128,7 @@ class OptimizerStep:
         """Leave the step out if there was no loss to step on.
 
         Args:
-            has_loss: whether there was one; of a window's micro-batches the last, under a scaler: without a loss there
-                Lightning neither unscales nor steps.
+            has_loss: whether there was one.
         """
         # An optimizer that evaluates its closure again begins again: what counts is the last look at the gradients.
         self.abandon()

@@ -126,6 +126,26 @@ class Trick(Callback):
             trainer: the Trainer.
         """
 
+    def weigh(self, batch: Any) -> float | None:
+        """Say what a training batch counts beside others in the mean over all samples.
+
+        Args:
+            batch: what `training_step` gets, or a part of it.
+
+        Returns:
+            A number from 0 on, None from a trick that does not weigh batches. Without one that does, samples count.
+        """
+        return None
+
+    def count_steps(self, batches: int, epochs: int) -> int | None:
+        """Count the optimizer steps that a run takes if none is skipped; None from a trick that does not bear on it.
+
+        Args:
+            batches: training batches in an epoch.
+            epochs: number of epochs.
+        """
+        return None
+
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         """Return what to log. Asked only on batches that the Trainer logs.
 

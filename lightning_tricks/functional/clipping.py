@@ -189,12 +189,12 @@ def clip_by_norm_(gradients: Sequence[Tensor], max_norm: float | Tensor, norm: T
     return coefficient
 
 
-def scale_gradients_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+def scale_gradients_(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply the gradients in place.
 
     Args:
         gradients: as for `gradient_norm`.
-        factor: a scalar.
+        factor: a number, or a scalar on the device.
 
     Example:
         >>> gradients = [torch.tensor([3.0, 4.0])]
@@ -203,7 +203,7 @@ def scale_gradients_(gradients: Sequence[Tensor], factor: Tensor) -> None:
         tensor([1.5000, 2.0000])
     """
     for local in _by_device(gradients):
-        torch._foreach_mul_(local, factor.to(local[0].device))
+        torch._foreach_mul_(local, factor.to(local[0].device) if isinstance(factor, Tensor) else factor)
 
 
 def clip_by_value_(gradients: Sequence[Tensor], max_value: float) -> None:

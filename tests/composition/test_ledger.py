@@ -109,20 +109,22 @@ def test_stale_gradients_are_not_stepped_on() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_window_whose_last_micro_batch_has_no_loss(fused: bool) -> None:
-    """Lightning steps in fp32; under a scaler it leaves the step out, with gradients that are still scaled."""
-    norms = []
+    """Under a scaler Lightning leaves the step out, whatever the others gave, with gradients that are still scaled."""
+    norms: list[float] = []
 
     class Norms(pl.Callback):
         def on_train_batch_end(self, trainer, *args) -> None:
             norms.append(float(trainer.callback_metrics.get("grad/norm", 0.0)))
 
     def run(plugins) -> pl.Trainer:
-        module = Net(none_at=(1, 5), fused=fused)
+        module = seeded(lambda: Net(none_at=(1, 5), fused=fused))
         return fit(module, lt.GradientNormClipping(), Norms(), accumulate_grad_batches=2, plugins=plugins)
 
     assert counts(run(None)) == (4, 0, 0, 0)
-    assert counts(run(fp16(2.0**8))) == (2, 0, 0, 2)
-    assert max(norms) < 20
+    expected = norms.copy()
+    norms.clear()
+    assert counts(run(fp16(2.0**8))) == (4, 0, 0, 0)
+    assert norms == pytest.approx(expected, rel=2e-2)
 
 
 def test_fused_sgd_momentum_survives_a_first_step_that_is_skipped() -> None:

@@ -1,0 +1,47 @@
+"""One number from every rank, on its way while the device is busy.
+
+**Cost**: one all-reduce of 8 bytes. What is started before a forward pass is there, on a GPU, when that pass begins, so
+that reading it later waits for no work that was queued since.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankReduction"]
+
+
+class RankReduction:
+    """Begin to sum a number over the ranks, or to take its maximum. A collective: on every rank.
+
+    Args:
+        value: this rank's.
+        device: where collectives run.
+        op: "sum" or "max".
+
+    Example:
+        >>> RankReduction(2.0, torch.device("cpu")).value()  # a run of one process
+        2.0
+    """
+
+    def __init__(self, value: float, device: torch.device, op: Literal["sum", "max"] = "sum") -> None:
+        self._event: torch.Event | None = None
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            self._host = torch.tensor(value, dtype=torch.float64)
+            return
+        number = torch.full((), value, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
+        dist.all_reduce(number, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        if device.type == "cpu":
+            self._host = number
+            return
+        self._host = torch.empty((), dtype=torch.float64, pin_memory=True).copy_(number, non_blocking=True)
+        self._event = torch.Event(device)
+        self._event.record()
+
+    def value(self) -> float:
+        """Wait for the number, and for nothing that was queued after it, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return float(self._host)
