@@ -7,14 +7,17 @@ Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zer
 from lightning_tricks.callbacks import (
     ActivationCheckpointing,
     AdaptiveGradientClipping,
+    EarlyGradientRelease,
     ExactResume,
     Float8Training,
     GradientAccumulation,
     GradientMonitor,
+    GradientNoiseScaleMonitor,
     GradientNormClipping,
     GradientValueClipping,
     LossScaleMonitor,
     LossSpikeGuard,
+    MicroBatching,
     NonFiniteGuard,
     PercentileGradientClipping,
     VanishingUpdateMonitor,
@@ -32,6 +35,7 @@ from lightning_tricks.composition import (
     step_ledger,
 )
 from lightning_tricks.distributed.policy import ShardingPlan, ShardingPolicy
+from lightning_tricks.functional.equivalence import assert_accumulation_equivalent
 from lightning_tricks.precision import FP16Precision
 from lightning_tricks.strategies import FSDP2Strategy, ZeRO1Strategy
 
@@ -40,16 +44,19 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
+    "EarlyGradientRelease",
     "ExactResume",
     "FP16Precision",
     "FSDP2Strategy",
     "Float8Training",
     "GradientAccumulation",
     "GradientMonitor",
+    "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
     "LossSpikeGuard",
+    "MicroBatching",
     "NonFiniteGuard",
     "OptimizerLedger",
     "OptimizerStep",
@@ -64,6 +71,7 @@ __all__ = [
     "WarmupCosineScheduler",
     "ZScoreGradientClipping",
     "ZeRO1Strategy",
+    "assert_accumulation_equivalent",
     "current_step",
     "step_ledger",
 ]

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+
 import lightning_tricks as lt
-from tests.models import Net, trainer
+from tests.models import ManualNet, Net, trainer
 
 ALWAYS = "always neutral"
 
@@ -23,6 +25,9 @@ class Row:
         same_weights: whether the weights after an acting run are those of a run without the trick, bit for bit.
         module: arguments that the modules of its runs take.
         across_ranks: how far a run of two processes may be from one of one.
+        accumulates: batches a step when it acts, for a trick that accumulates by itself.
+        by_ranks: keys of its logs that depend on how many ranks share a global batch.
+        refused: words of the modes that it refuses at the start of fit.
     """
 
     name: str
@@ -33,6 +38,15 @@ class Row:
     same_weights: bool = False
     module: dict[str, Any] = field(default_factory=dict)
     across_ranks: float = 1e-6
+    accumulates: int = 1
+    by_ranks: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def refuses(self, mode: str) -> bool:
+        return any(word in mode for word in self.refused)
+
+    def num_steps(self, num_batches: int) -> int:
+        return -(-num_batches // self.accumulates)
 
     def net(self, **options: Any) -> Net:
         return Net(**self.module, **options)
@@ -42,7 +56,7 @@ class Row:
         return getattr(lt, self.name)(**arguments)
 
 
-def _fit(*callbacks: lt.Trick, module: Net | None = None, **options: Any) -> Callable[[], Any]:
+def _fit(*callbacks: Callback, module: Net | None = None, **options: Any) -> Callable[[], Any]:
     from tests.models import loader
 
     return lambda: trainer(*callbacks, **options).fit(module or Net(), loader())
@@ -61,6 +75,12 @@ class SchedulesByItself(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class FetchesByItself(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 class LbfgsNet(Net):
     def configure_optimizers(self) -> Any:
         import torch
@@ -68,7 +88,54 @@ class LbfgsNet(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
+MANUAL = ("manual", "two optimizers")
+
 ROWS = (
+    Row(
+        "GradientAccumulation",
+        acting={"steps": 2},
+        neutral={"steps": 1},
+        accumulates=2,
+        refused=(*MANUAL, "accumulation"),
+        refusals=(
+            (_fit(lt.GradientAccumulation(2), accumulate_grad_batches=2), r"accumulate_grad_batches=2"),
+            (_fit(lt.GradientAccumulation(2), GradientAccumulationScheduler({0: 2})), r"GradientAccumulationSch"),
+            (_fit(lt.GradientAccumulation(2), lt.GradientAccumulation(4)), r"GradientAccumulation"),
+            (_fit(lt.GradientAccumulation(2), module=ManualNet()), r"ManualNet optimizes manually"),
+            (_fit(lt.GradientAccumulation(2), module=LbfgsNet()), r"LBFGS"),
+            (_fit(lt.GradientAccumulation(2), module=FetchesByItself()), r"dataloader_iter"),
+        ),
+    ),
+    Row(
+        "EarlyGradientRelease",
+        acting={},
+        neutral={},
+        same_weights=True,
+        refusals=((_fit(lt.EarlyGradientRelease(), lt.EarlyGradientRelease()), r"EarlyGradientRelease"),),
+    ),
+    Row(
+        "MicroBatching",
+        acting={"max_size": 3},
+        neutral={"max_size": 1000},
+        refused=MANUAL,
+        refusals=(
+            (_fit(lt.MicroBatching(2), lt.MicroBatching(4)), r"MicroBatching"),
+            (_fit(lt.MicroBatching(2), module=ManualNet()), r"ManualNet optimizes manually"),
+            (_fit(lt.MicroBatching(), module=FetchesByItself()), r"dataloader_iter"),
+        ),
+    ),
+    Row(
+        "GradientNoiseScaleMonitor",
+        acting={"decay": 0.5},
+        by_ranks=("noise/scale",),  # a micro-batch is a rank's
+        neutral={},
+        same_weights=True,
+        refused=MANUAL,
+        refusals=(
+            (_fit(lt.GradientNoiseScaleMonitor(), lt.GradientNoiseScaleMonitor()), r"GradientNoiseScaleMonitor"),
+            (_fit(lt.GradientNoiseScaleMonitor(), module=ManualNet()), r"ManualNet optimizes manually"),
+        ),
+    ),
     Row(
         "GradientNormClipping",
         acting={"max_norm": 0.05},

@@ -73,7 +73,7 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
             rank,
             world_size,
             net={"optimizer": ("momentum", "adamw")[number % 2], **row.module},
-            accumulate_grad_batches=3,
+            accumulate_grad_batches=1 if row.accumulates > 1 else 3,
             max_epochs=2,
         )
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -89,11 +89,20 @@ STRATEGY_MODES: dict[str, tuple[type[Net], dict[str, Any]]] = {
 
 
 def run_mode(
-    strategy: str, mode: str, callbacks: list[pl.Callback], *, seed: int = 0, ckpt_path: Any = None, **net: Any
+    strategy: str,
+    mode: str,
+    callbacks: list[pl.Callback],
+    *,
+    seed: int = 0,
+    ckpt_path: Any = None,
+    accumulates: bool = True,
+    **net: Any,
 ) -> tuple[pl.Trainer, Net]:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     kind, options = STRATEGY_MODES[mode]
     made = {key: value() if callable(value) else value for key, value in options.items()}
+    if not accumulates:
+        made.pop("accumulate_grad_batches", None)
     module = seeded(lambda: kind(dropout=0.2, batchnorm=True, optimizer="momentum", **net), seed)
     sampler = DistributedSampler(dataset(), world_size, rank, shuffle=True)
     data = StatefulDataLoader(dataset(), batch_size=2, sampler=sampler)
@@ -124,8 +133,11 @@ def contract_under(strategy: str, folder: str) -> list[str]:
     for mode in STRATEGY_MODES:
         manual = STRATEGY_MODES[mode][0] is not Net
         for row in ROWS:
-            _, module = run_mode(strategy, mode, [row.build("neutral", manual=manual)], **row.module)
-            _, plain = plain_run(strategy, mode, **row.module)
+            options = {**row.module, "accumulates": row.accumulates == 1}
+            if manual and row.refuses("manual"):
+                continue
+            _, module = run_mode(strategy, mode, [row.build("neutral", manual=manual)], **options)
+            _, plain = plain_run(strategy, mode, **options)
             if not same(weights(module), weights(plain)) or module.losses != plain.losses:
                 faults.append(f"{row.name}, {mode}: neutral settings change the run")
 
@@ -134,9 +146,9 @@ def contract_under(strategy: str, folder: str) -> list[str]:
                 return [*own, lt.ExactResume()]
 
             path = f"{folder}/{row.name}-{mode}.ckpt"
-            whole, module = run_mode(strategy, mode, [*callbacks(), SaveAt(10, path)], **row.module)
+            whole, module = run_mode(strategy, mode, [*callbacks(), SaveAt(10, path)], **options)
             torch.rand(7)  # the resumed run knows nothing of the first one's random state
-            again, resumed = run_mode(strategy, mode, callbacks(), seed=9, ckpt_path=path, **row.module)
+            again, resumed = run_mode(strategy, mode, callbacks(), seed=9, ckpt_path=path, **options)
             if not same(shared_weights(resumed), shared_weights(module)):
                 faults.append(f"{row.name}, {mode}: the resumed run has other weights")
             if [one.state_dict() for one in lt.step_ledger(again)] != [

@@ -6,9 +6,12 @@ from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
 from lightning_tricks.callbacks.float8 import Float8Training
 from lightning_tricks.callbacks.gradient_flow import GradientMonitor
+from lightning_tricks.callbacks.gradient_release import EarlyGradientRelease
 from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
+from lightning_tricks.callbacks.micro_batching import MicroBatching
+from lightning_tricks.callbacks.noise_scale import GradientNoiseScaleMonitor
 from lightning_tricks.callbacks.random_state import ExactResume
 from lightning_tricks.callbacks.schedules import WarmupCosineScheduler
 from lightning_tricks.callbacks.update_rounding import VanishingUpdateMonitor
@@ -16,14 +19,17 @@ from lightning_tricks.callbacks.update_rounding import VanishingUpdateMonitor
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
+    "EarlyGradientRelease",
     "ExactResume",
     "Float8Training",
     "GradientAccumulation",
     "GradientMonitor",
+    "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
     "LossScaleMonitor",
     "LossSpikeGuard",
+    "MicroBatching",
     "NonFiniteGuard",
     "PercentileGradientClipping",
     "VanishingUpdateMonitor",

@@ -224,6 +224,8 @@ class GradientAccumulation(Trick):
         window.weight = weight
         if self._reference is None:
             self._reference = RankReduction(weight, trainer.strategy.root_device, "max").value() or None
+        if weight and self._reference is not None:
+            window.gradient_share = weight / self._reference
         if trainer.world_size > 1 and not self._is_open():
             # None from training_step is an error there, so that each batch will have counted.
             self._total = RankReduction(window.weight_sum + weight, trainer.strategy.root_device)
@@ -233,11 +235,11 @@ class GradientAccumulation(Trick):
         self._contributed = True
         if not loss.requires_grad:
             return  # torch says so in a moment
-        weight = current_window(trainer).weight
-        if weight == 0:
+        window = current_window(trainer)
+        if window.weight == 0:
             self._discarding = discard_gradient_of(loss)
-        elif self._reference is not None:
-            scale_gradient_of(loss, weight / self._reference)
+        else:
+            scale_gradient_of(loss, window.gradient_share)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -25,11 +25,13 @@ class Window:
     """What a step of automatic optimization accumulates; in manual optimization, all since any optimizer's last step.
 
     Attributes:
-        weight: what the current micro-batch counts, set by who weighs it; 1.0 otherwise.
+        weight: what the current micro-batch counts, set by who weighs it; None where nobody does, and each counts 1.
+        gradient_share: what its gradient is multiplied by, besides 1 / number of micro-batches and the loss scale.
         total_weight: the weight of the whole window on all ranks, None where nobody sums it up.
     """
 
-    weight: float = 1.0
+    weight: float | None = None
+    gradient_share: float = 1.0
     total_weight: float | None = None
     _before: _Sums = field(default_factory=_Sums)
     _batch: _Sums = field(default_factory=_Sums)
@@ -39,6 +41,11 @@ class Window:
     def has_loss(self) -> bool:
         """Whether any micro-batch gave a loss."""
         return self._sums.num_losses > 0
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses were backpropagated."""
+        return self._sums.num_losses
 
     @property
     def weight_sum(self) -> float:
@@ -57,7 +64,7 @@ class Window:
     def begin_batch(self) -> None:
         """Begin a micro-batch, which counts 1 unless somebody says otherwise."""
         self._before, self._batch = self._sums, _Sums()
-        self.weight = 1.0
+        self.weight, self.gradient_share = None, 1.0
 
     def add(self, loss: Tensor | None) -> None:
         """Count a loss that is about to be backpropagated.
@@ -67,9 +74,10 @@ class Window:
         """
         if self._looked_at:  # an optimizer that evaluates its closure again begins again
             self._looked_at, self._batch = False, _Sums()
+        weight = 1.0 if self.weight is None else self.weight
         if loss is not None:
-            loss = loss * self.weight if self.weight else torch.zeros_like(loss)
-        self._batch += _Sums(loss, self.weight, 1)
+            loss = loss * weight if weight else torch.zeros_like(loss)
+        self._batch += _Sums(loss, weight, 1)
 
     def forget_batch(self) -> None:
         """Take back what the current micro-batch gave: an exception ended it."""

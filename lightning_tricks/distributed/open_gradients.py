@@ -20,7 +20,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_tricks.distributed.full_state import whole
 from lightning_tricks.distributed.sharding import units_of
 
-__all__ = ["mean_open_gradients", "put_open_gradients_", "take_open_gradients_"]
+__all__ = ["local_open_gradients", "mean_open_gradients", "put_open_gradients_", "take_open_gradients_"]
+
+
+def local_open_gradients(module: nn.Module) -> tuple[list[Tensor], bool]:
+    """Return this rank's own gradients, and whether they are those of all ranks already.
+
+    Args:
+        module: sharded or not, inside of a window. Lightning's own ModelParallelStrategy communicates in it, too.
+    """
+    unreduced = _unreduced_of_units(module)
+    own = [(unreduced.get(one, one.grad), one in unreduced) for one in module.parameters()]
+    gradients = [gradient for gradient, _ in own if gradient is not None]
+    return gradients, any(isinstance(gradient, DTensor) and not is_own for gradient, is_own in own)
 
 
 def mean_open_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

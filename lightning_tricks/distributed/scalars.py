@@ -4,12 +4,22 @@
 that reading it later waits for no work that was queued since.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankReduction"]
+__all__ = ["RankReduction", "host_group"]
+
+
+def host_group() -> Any:
+    """Return a process group of all ranks that communicates between hosts, past the device. A collective.
+
+    None, the default group, where that does so already, or where there is one process.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo")
 
 
 class RankReduction:
@@ -19,19 +29,22 @@ class RankReduction:
         value: this rank's.
         device: where collectives run.
         op: "sum" or "max".
+        group: a process group of all ranks, None for the default one.
 
     Example:
         >>> RankReduction(2.0, torch.device("cpu")).value()  # a run of one process
         2.0
     """
 
-    def __init__(self, value: float, device: torch.device, op: Literal["sum", "max"] = "sum") -> None:
+    def __init__(
+        self, value: float, device: torch.device, op: Literal["sum", "max"] = "sum", *, group: Any = None
+    ) -> None:
         self._event: torch.Event | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self._host = torch.tensor(value, dtype=torch.float64)
             return
         number = torch.full((), value, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
-        dist.all_reduce(number, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        dist.all_reduce(number, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
         if device.type == "cpu":
             self._host = number
             return

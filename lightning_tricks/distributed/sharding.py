@@ -225,11 +225,12 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
     Args:
         module: the model. Each rank holds its whole gradients until a backward outside of the context reduces them.
     """
+    before = module not in _SHARDED or _SHARDED[module].synchronizes  # a window may hold a batch that is cut
     _synchronize(module, False)
     try:
         yield
     finally:
-        _synchronize(module, True)
+        _synchronize(module, before)
 
 
 def average_kept_gradients_(module: nn.Module) -> None:

@@ -1,0 +1,157 @@
+"""A monitor of the gradient noise scale, by which to choose the batch size."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tricks._lightning import MisconfigurationException, accumulates, callbacks_of, loss_scaler
+from lightning_tricks._validation import check_number
+from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, current_step, current_window
+from lightning_tricks.distributed.open_gradients import local_open_gradients
+from lightning_tricks.functional.clipping import gradient_norm
+from lightning_tricks.functional.micro_batching import num_samples
+from lightning_tricks.functional.noise_scale import NoiseScale
+
+__all__ = ["GradientNoiseScaleMonitor"]
+
+
+class GradientNoiseScaleMonitor(Trick):
+    """Estimate the critical batch size from the gradient of a window's first micro-batch against that of the window.
+
+    Batches much smaller than the noise scale train almost twice as far with twice the samples; batches much larger gain
+    almost nothing. It needs windows of two micro-batches or more: `GradientAccumulation`, or
+    ``Trainer(accumulate_grad_batches=...)``.
+
+    Logs ``noise/scale``, in samples, or in what ``GradientAccumulation(weigh_by=...)`` counts; nan as long as the
+    estimate is not positive, as it may be in the first steps.
+
+    Args:
+        decay: of the averages over the steps, in (0, 1).
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; a batch's samples cannot be counted.
+        MisconfigurationException: at the start of fit, in manual optimization.
+
+    Cost:
+        The norm of one micro-batch's gradient a window, and with several ranks three numbers summed over them.
+
+    Reference:
+        McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A.1.
+
+    Example:
+        >>> from lightning_tricks import GradientAccumulation, GradientNoiseScaleMonitor
+        >>> tricks = [GradientAccumulation(4), GradientNoiseScaleMonitor()]
+    """
+
+    touches = Touches.GRADIENTS_READ
+    job = "estimate the gradient noise scale"
+    buys = "the batch size beyond which larger ones do not pay"
+    costs = "the norm of one micro-batch's gradient a window"
+
+    def __init__(self, *, decay: float = 0.95) -> None:
+        self.decay = check_number("decay", decay, maximum=1.0, above=True)
+        if decay == 1.0:
+            raise ValueError(f"expected `decay` to be below 1.0, got {decay}")
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        self._noise = NoiseScale(self.decay)
+        self._first: Tensor | None = None  # of the window's first gradient: squared norm, 1 / samples, samples, and 1
+        self._samples = 0.0  # of the window so far
+        self._of_batch = 0.0
+        self._is_common = False  # whether the first gradient is that of all ranks
+        self._measured: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__} compares a micro-batch with its window, but {type(pl_module).__name__} "
+                "optimizes manually, where neither is known: set automatic_optimization = True, or drop it"
+            )
+
+    @override
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        decides = any(isinstance(one, Trick) and one.count_steps(1, 1) is not None for one in callbacks_of(trainer))
+        if trainer.accumulate_grad_batches == 1 and not decides:
+            rank_zero_warn(
+                f"{type(self).__name__} finds nothing to compare: each window is one batch. List GradientAccumulation"
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        window = current_window(trainer)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            device = trainer.strategy.root_device
+            self._noise.load_state_dict(saved["noise"], device)
+            self._first = None if saved["first"] is None else saved["first"].to(device)
+            self._samples = saved["samples"]
+        if window.num_losses == 0:
+            self._first, self._samples = None, 0.0
+        self._of_batch = float(num_samples(batch)) if window.weight is None else window.weight
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        window = current_window(trainer)
+        self._samples += self._of_batch
+        if window.num_losses != 1 or not self._of_batch or not accumulates(trainer):
+            return
+        gradients, self._is_common = local_open_gradients(pl_module)
+        # They were divided by the number of micro-batches, weighed, and multiplied by the loss scaler.
+        norm = gradient_norm(gradients) * (trainer.accumulate_grad_batches / window.gradient_share)
+        scaler = loss_scaler(trainer)
+        square = (norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))).square()
+        samples = torch.full_like(square, self._of_batch)
+        self._first = torch.stack([square, 1 / samples, samples, torch.ones_like(square)])
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._measured = None
+        if current_window(trainer).num_losses < 2:
+            return
+        square = current_step(trainer, optimizer).measured(gradient_norm).square()
+        first = torch.zeros(4, dtype=square.dtype, device=square.device) if self._first is None else self._first
+        sums = torch.cat([first, torch.full_like(first[:1], self._samples)])
+        if trainer.world_size > 1:
+            sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        small_square, inverse, samples_of_first, ranks, samples = sums
+        small = samples_of_first if self._is_common else ranks / inverse
+        self._measured = small_square / ranks, square, small, samples
+
+    @override
+    def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
+        if self._measured is not None:
+            small_square, big_square, small, big = self._measured
+            self._noise.step(small_square, big_square, small=small, big=big, applied=step.applied)
+        self._first, self._measured, self._samples = None, None, 0.0
+
+    @override
+    def metrics(self, trainer: pl.Trainer, stepped: Any) -> Mapping[str, float | Tensor]:
+        scale = self._noise.scale()
+        return {} if scale is None else {"noise/scale": scale}
+
+    @override
+    def summary(self, trainer: pl.Trainer) -> Summary:
+        return Summary("the first micro-batch of each window against the window")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        first = None if self._first is None else self._first.cpu()
+        return self._saved or {"noise": self._noise.state_dict(), "first": first, "samples": self._samples}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict

@@ -1,0 +1,135 @@
+"""Test whether a module's gradient is the same for a batch and for its micro-batches together.
+
+It is for a loss that is a mean over samples which do not see each other. BatchNorm, sums, contrastive losses and random
+augmentation break that, each in a way of its own; what is found is named.
+
+**Cost**: two backward passes of the whole batch and one of its parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tricks.functional.accumulation import batchnorm_layers, check_weight
+from lightning_tricks.functional.micro_batching import num_samples, split_batch
+from lightning_tricks.functional.split_backward import SavedBuffers, loss_of
+
+__all__ = ["assert_accumulation_equivalent"]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 5e-2  # of 16 bits
+_SHOWN = 5
+
+_Gradients = dict[str, Tensor]
+
+
+def assert_accumulation_equivalent(
+    module: nn.Module,
+    batch: Any,
+    *,
+    num_micro_batches: int,
+    weigh_by: Literal["samples"] | Callable[[Any], Any] = "samples",
+) -> None:
+    """Raise AssertionError unless accumulating over parts of a batch gives the gradient of the whole. For your tests.
+
+    Gradients, buffers and torch's random state are left as they were, and so is the module's mode: call ``train()``
+    before, for what training does.
+
+    Args:
+        module: a LightningModule, or any module with ``training_step(batch, batch_idx)``, whose loss has a gradient.
+        batch: a training batch, on the module's device, of at least `num_micro_batches` samples.
+        num_micro_batches: how many parts to cut it into, 2 or more.
+        weigh_by: what a part counts: ``"samples"``, or a function of it, as for `GradientAccumulation`.
+
+    Raises:
+        AssertionError: names the parameters whose gradients differ most, and what is likely to be the reason.
+        TypeError, ValueError: the module has no `training_step`, or the batch cannot be cut.
+
+    Example:
+        >>> class Mean(nn.Linear):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self(batch).square().mean()
+        >>> assert_accumulation_equivalent(Mean(3, 1), torch.randn(6, 3), num_micro_batches=4)
+    """
+    if not callable(getattr(module, "training_step", None)):
+        raise TypeError(f"expected a module with a training_step, got {type(module).__name__}")
+    if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 2:
+        raise ValueError(f"expected `num_micro_batches` to be an int of at least 2, got {num_micro_batches!r}")
+    parts = split_batch(batch, num_micro_batches)
+    weigh = num_samples if weigh_by == "samples" else weigh_by
+    weights = [check_weight(weigh(one)) for one in parts]
+    before = {one: one.grad for one in module.parameters()}
+    buffers = SavedBuffers(module)
+
+    def gradients(*batches: Any, shares: Sequence[float], seed: int = 0) -> _Gradients:
+        module.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        for one, share in zip(batches, shares, strict=True):
+            loss = loss_of(module.training_step(one, 0))  # type: ignore[operator]
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"expected training_step to return a loss, got {loss!r}")
+            (loss * share).backward()  # type: ignore[no-untyped-call]
+        buffers.restore_()
+        return {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+
+    devices = sorted({one.device.index for one in module.parameters() if one.device.type == "cuda"})
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        try:
+            whole = gradients(batch, shares=[1.0])
+            again = gradients(batch, shares=[1.0], seed=1)
+            weighted = gradients(*parts, shares=[weight / sum(weights) for weight in weights])
+            summed = gradients(*parts, shares=[1.0] * len(parts))
+        finally:
+            buffers.restore_()
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+    errors = _errors(whole, weighted)
+    if max(errors.values(), default=0.0) <= 1.0:
+        return
+    reasons = list(_reasons(module, whole, again, summed))
+    worst = sorted(errors, key=errors.__getitem__, reverse=True)
+    shown = "\n".join(
+        f"  {name}: differs by {errors[name] * _tolerance(whole[name]):.2g} of its norm" for name in worst[:_SHOWN]
+    )
+    raise AssertionError(
+        f"the gradient of {num_micro_batches} micro-batches is not that of the whole batch, in "
+        f"{sum(error > 1.0 for error in errors.values())} of {len(errors)} parameters:\n{shown}\n" + "\n".join(reasons)
+    )
+
+
+def _reasons(module: nn.Module, whole: _Gradients, again: _Gradients, summed: _Gradients) -> Sequence[str]:
+    found = []
+    layers = [name for name in batchnorm_layers(module) if module.get_submodule(name).training]
+    if layers:
+        found.append(f"BatchNorm sees other samples: {', '.join(layers[:_SHOWN])}. GroupNorm does not")
+    if max(_errors(whole, again).values(), default=0.0) > 1.0:
+        found.append(
+            "the step is random (dropout, augmentation): two passes over the whole batch differ as well. That does no "
+            "harm in training; test in eval() mode, or with p=0"
+        )
+    if max(_errors(whole, summed).values(), default=0.0) <= 1.0:
+        found.append("the loss is a sum over samples: return its mean")
+    return found or [
+        "the loss is not a mean over what weigh_by counts (a mean over tokens needs a function that counts them), or it "
+        "compares samples with each other, as contrastive losses do"
+    ]
+
+
+def _errors(expected: _Gradients, got: _Gradients) -> dict[str, float]:
+    """By parameter, the difference in units of what rounding may do."""
+    total = torch.stack([one.detach().double().norm() for one in expected.values()]).norm() if expected else 0.0
+    errors = {}
+    for name, one in expected.items():
+        other = got.get(name)
+        norm = one.double().norm()
+        difference = norm if other is None else (one.double() - other.double()).norm()
+        errors[name] = float(difference / (_tolerance(one) * norm.clamp(min=1e-6 * total)))
+        if errors[name] != errors[name]:
+            errors[name] = float("inf")
+    return errors
+
+
+def _tolerance(gradient: Tensor) -> float:
+    return _TOLERANCES.get(gradient.dtype, _COARSE)

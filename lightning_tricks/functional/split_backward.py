@@ -1,0 +1,171 @@
+"""Backpropagate the parts of a batch one after another, and hand on one loss that stands for all of them.
+
+The gradients of the parts are summed up aside, so that whatever was accumulated before stays as it is until the loss
+that is returned is itself backpropagated: it gives the sum to each parameter's gradient, through the hooks by which
+data parallelism communicates. Until then nothing has happened, so a batch that runs out of memory can be done again.
+
+**Cost**: the sum, 4 bytes a parameter, while the batch runs; activations of one part at a time.
+
+**Differs** from calling ``backward`` in `training_step`, which Lightning's later ``zero_grad`` would wipe out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
+
+from lightning_tricks.functional.accumulation import discard_gradient_of
+from lightning_tricks.functional.clipping import scale_gradients_
+
+__all__ = ["SavedBuffers", "loss_of", "run_parts"]
+
+
+class SavedBuffers:
+    """Copies of a module's buffers, for a batch that may have to be done again.
+
+    Args:
+        module: the model. Running statistics and counters are written by its forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers = list(module.buffers())
+        with torch.no_grad():
+            self.copies = [buffer.clone() for buffer in self.buffers]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Write the copies back."""
+        for buffer, before in zip(self.buffers, self.copies, strict=True):
+            buffer.copy_(before)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what `training_step` returned: a tensor, a mapping with "loss", or None.
+
+    Args:
+        output: what it returned.
+    """
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def run_parts(
+    step: Callable[[Any], Any],
+    parts: Sequence[Any],
+    weights: Sequence[float],
+    parameters: Iterable[nn.Parameter],
+    *,
+    backward: Callable[[Tensor], Any],
+    scale: float | Tensor = 1.0,
+    keep_last: bool = True,
+) -> tuple[Tensor | None, list[Any], list[RemovableHandle]]:
+    """Run the parts of a batch, and return their weighted mean loss with one gradient for all of them.
+
+    Args:
+        step: gets a part and returns what `loss_of` understands.
+        parts: of the batch.
+        weights: what each counts, from 0 on; what counts nothing changes nothing, also where its loss is nan.
+        parameters: whose gradients to sum.
+        backward: backpropagates a loss.
+        scale: what the returned loss will be multiplied by before its backward: the loss scaler's, a window's.
+            The parts are multiplied by it at once.
+        keep_last: whether the last part is left to the backward of the loss that is returned, which then overlaps with
+            communication. If not, that backward allocates next to nothing.
+
+    Returns:
+        The mean loss, None if no part gave one; what the steps returned; and what to remove after the backward.
+    """
+    trained = [one for one in parameters if one.requires_grad]
+    before = [one.grad for one in trained]
+    _set_gradients(trained, [None] * len(trained))
+    total = sum(weights) or 1.0
+    outputs: list[Any] = []
+    mean: Tensor | None = None
+    live: tuple[Tensor, float] | None = None
+    handles: list[RemovableHandle] = []
+    counted = 0.0
+    try:
+        for part, weight in zip(parts, weights, strict=True):
+            output = step(part)
+            loss = loss_of(output)
+            outputs.append(_without_graph(output))
+            if loss is None:
+                continue
+            share = weight / total
+            counted += share
+            if share:
+                mean = loss.detach() * share if mean is None else mean + loss.detach() * share
+            else:
+                mean = torch.zeros_like(loss) if mean is None else mean
+                handles += discard_gradient_of(loss)
+            if keep_last and len(outputs) == len(parts):
+                live = loss, share
+                break
+            del output
+            backward(loss * (scale * share))
+            del loss
+            while handles:
+                handles.pop().remove()
+        summed = [one.grad for one in trained]
+    except BaseException:
+        while handles:
+            handles.pop().remove()
+        raise
+    finally:
+        _set_gradients(trained, before)
+    if mean is None:
+        return None, outputs, handles
+    counted = counted or 1.0
+    used = [(one, gradient) for one, gradient in zip(trained, summed, strict=True) if gradient is not None]
+    kept, share = (None, 0.0) if live is None else (live[0], live[1] / counted)
+    sums = [gradient for _, gradient in used]
+    arguments = (mean / counted, kept, share, sums, scale * counted, *(one for one, _ in used))
+    return _Inject.apply(*arguments), outputs, handles  # type: ignore[no-untyped-call]
+
+
+class _Inject(torch.autograd.Function):
+    """A scalar whose backward adds gradients that are known already, and goes on into the last part's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        live: Tensor | None,
+        share: float,
+        sums: list[Tensor],
+        divisor: Any,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.share, ctx.sums, ctx.divisor = share, sums, divisor
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        sums, ctx.sums = ctx.sums, None
+        scale_gradients_(sums, gradient / ctx.divisor)
+        return None, gradient * ctx.share, None, None, None, *sums
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _without_graph(output: Any) -> Any:
+    """What a step returned besides the loss, so that it keeps no activations."""
+    if isinstance(output, Tensor) or output is None:
+        return None
+    return {key: _detached(value) for key, value in output.items() if key != "loss"}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _detached(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(one) for one in value)
+    return value
