@@ -3,7 +3,6 @@
 Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue number stands beside it.
 """
 
-import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -269,12 +268,16 @@ class _ClassSwap:
     def __init__(self, target: Any, kind: type, attributes: dict[str, Any]) -> None:
         self.target, self.kind = target, kind
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        reduce = {"__reduce_ex__": lambda one, protocol: (copyreg.__newobj__, (kind,), vars(one))}  # type: ignore[attr-defined]
+        reduce = {"__reduce_ex__": lambda one, protocol: (_bare, (kind,), vars(one))}
         target.__class__ = type(kind.__name__, (kind,), {**names, **reduce, **attributes})
 
     def remove(self) -> None:
         """Give the object its class back."""
         self.target.__class__ = self.kind
+
+
+def _bare(kind: type) -> Any:
+    return object.__new__(kind)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,11 +6,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
-from tests.models import seeded, weights
+from tests.models import fp16, seeded, weights
 from tests.models import trainer as quiet_trainer
 
 Batch = dict[str, Tensor]
@@ -40,7 +41,9 @@ class Transformer(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()  # noqa: E731
-        self.seen.append({name: whole(p.grad) for name, p in self.named_parameters() if p.grad is not None})
+        gradients = {name: whole(p.grad) for name, p in self.named_parameters() if p.grad is not None}
+        if gradients:  # a step without a loss has none
+            self.seen.append(gradients)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
@@ -90,7 +93,7 @@ def run(
 ) -> tuple[pl.Trainer, Transformer]:
     module = seeded(Transformer).to(dtype) if module is None else module
     trainer = quiet_trainer(*callbacks, **options)
-    trainer.fit(module, DataLoader(list(data), batch_size=None), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(module, StatefulDataLoader(list(data), batch_size=None), ckpt_path=ckpt_path, weights_only=True)
     return trainer, module
 
 
@@ -149,3 +152,138 @@ def errors_under(strategies: Sequence[str]) -> dict[tuple[str, torch.dtype, bool
 def same_weights(first: nn.Module, second: nn.Module) -> bool:
     one, other = weights(first), weights(second)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Stop(pl.Callback):
+    """End the fit after so many batches, as a timer or a user does."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 >= self.after
+
+
+class Save(pl.Callback):
+    """Write a checkpoint after so many batches."""
+
+    def __init__(self, after: int, path: Any) -> None:
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+
+
+def part_of_rank(num_batches: int) -> tuple[list[Batch], list[list[Batch]], dict[str, Any]]:
+    """This rank's batches, those of all, and the Trainer's options."""
+    distributed = torch.distributed.is_initialized()
+    rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    parts = [token_batches(num_batches, seed=r) for r in range(ranks)]
+    return parts[rank], parts, {"devices": ranks, "use_distributed_sampler": False}
+
+
+def tokens(steps: Any = 4, **options: Any) -> lt.GradientAccumulation:
+    return lt.GradientAccumulation(steps, weigh_by="tests.accumulation_cases.count_tokens", **options)
+
+
+def errors_when_stopped(strategies: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """A fit that is stopped inside of its second window: the largest error, and how many steps were taken."""
+    mine, parts, options = part_of_rank(8)
+    found = {}
+    for strategy in strategies:
+        trainer, module = run(
+            mine, tokens(), Stop(after=6), dtype=torch.float64, strategy=strategy, max_epochs=2, **options
+        )
+        windows = [[part[i] for i in window for part in parts] for window in ([0, 1, 2, 3], [4, 5])]
+        reference = large_batch_run(windows, dtype=torch.float64)
+        found[strategy] = largest_relative_error(module, reference), trainer.global_step
+    return found
+
+
+def resumed_inside_of_a_window(strategy: str, path: str, *, scaled: bool = False) -> tuple[float, float, int, bool]:
+    """Largest differences of weights and of the last logged loss between a resumed and an uninterrupted run, how many
+    gradients the checkpoint holds, and whether saving changed the run."""
+    mine, _, options = part_of_rank(6)
+
+    def go(*callbacks: pl.Callback, ckpt_path: Any = None) -> tuple[pl.Trainer, Transformer]:
+        module = seeded(lambda: Transformer(momentum=0.9), seed=0 if ckpt_path is None else 99)
+        plugins = [fp16()] if scaled else []
+        return run(
+            mine, tokens(carry_over=True), *callbacks, module=module, ckpt_path=ckpt_path, strategy=strategy,
+            max_epochs=3, plugins=plugins, **options,
+        )  # fmt: skip
+
+    _, unsaved = go()
+    whole, module = go(Save(10, path))  # the second batch of the third window
+    gradients = torch.load(path, weights_only=True)["callbacks"]["GradientAccumulation"]["window"]["gradients"]
+    again, resumed = go(ckpt_path=path)
+    one, other = weights(module), weights(resumed)
+    difference = max(float((one[name] - other[name]).abs().max()) for name in one)
+    losses = [float(trainer.callback_metrics["accumulation/loss"]) for trainer in (whole, again)]
+    assert whole.global_step == again.global_step == 5  # 18 batches in windows of 4
+    return difference, abs(losses[0] - losses[1]), len(gradients), not same_weights(unsaved, module)
+
+
+def empty_windows(strategies: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """The ledger where one window has no valid token on any rank, and the weights stay finite."""
+    _, _, options = part_of_rank(1)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    data = token_batches(6, empty=(2, 3), seed=rank)
+    found = {}
+    for strategy in strategies:
+        trainer, module = run(
+            data, tokens(2), module=seeded(lambda: Transformer(momentum=0.9)), strategy=strategy, **options
+        )
+        assert all(one.isfinite().all() for one in weights(module).values())
+        found[strategy] = [one.state_dict() for one in lt.step_ledger(trainer)]
+    return found
+
+
+def reductions_under_ddp() -> list[int]:
+    """How many buckets DDP reduced in each batch, in windows of 3."""
+    mine, _, options = part_of_rank(6)
+    counts: list[int] = []
+
+    def hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        counts[-1] += 1
+        return allreduce_hook(None, bucket)
+
+    class Begin(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.strategy.model.register_comm_hook(None, hook)  # Lightning does so on GPUs only
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            counts.append(0)
+
+    run(mine, tokens(3), Begin(), strategy="ddp", **options)
+    return counts
+
+
+def error_in_parts(strategy: str) -> float:
+    """The largest error of batches in parts of 2, in windows of 3, against the large batch of all ranks."""
+    _, parts, options = part_of_rank(6)
+    rank = torch.distributed.get_rank()
+    for part in parts:  # as sharded parameters want it: every rank cuts into as many parts
+        part[:] = [union([batch, batch, batch, batch]) for batch in part]
+        part[:] = [{key: value[:4] for key, value in batch.items()} for batch in part]
+    _, module = run(
+        parts[rank], lt.MicroBatching(3), tokens(3), dtype=torch.float64, strategy=strategy, max_epochs=2, **options
+    )
+    windows = [[part[i] for i in window for part in parts] for window in windows_of(6, 3, 2)]
+    return largest_relative_error(module, large_batch_run(windows, dtype=torch.float64))
+
+
+def refusals_when_sharded() -> list[str]:
+    """The words of what is refused under FSDP2."""
+    rank = torch.distributed.get_rank()
+    _, _, options = part_of_rank(1)
+    words = []
+    for size, samples in (("auto", (4, 4)), (2, (8, 3))):
+        batch = {"tokens": torch.zeros(samples[rank], LENGTH, dtype=torch.long)}
+        batch["labels"] = batch["tokens"]
+        try:
+            run([batch], lt.MicroBatching(size), strategy="fsdp2", **options)
+        except Exception as error:
+            words.append(str(error))
+    return words

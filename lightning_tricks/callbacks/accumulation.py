@@ -1,12 +1,10 @@
 """Gradient accumulation whose step is that of the large batch."""
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -24,6 +22,7 @@ from lightning_tricks._lightning import (
     steer_accumulation,
     step_without_a_batch,
     takes_loader_iter,
+    train_batches_per_epoch,
     unprocessed_batches,
 )
 from lightning_tricks.composition import (
@@ -41,12 +40,11 @@ from lightning_tricks.distributed.scalars import RankReduction
 from lightning_tricks.functional.accumulation import (
     AccumulationSchedule,
     batchnorm_layers,
-    check_weight,
     discard_gradient_of,
     scale_gradient_of,
 )
+from lightning_tricks.functional.batch_weights import check_weight, resolve_weigher
 from lightning_tricks.functional.clipping import scale_gradients_
-from lightning_tricks.functional.micro_batching import num_samples
 from lightning_tricks.functional.patching import Removable, patch_
 
 __all__ = ["GradientAccumulation"]
@@ -110,7 +108,7 @@ class GradientAccumulation(Trick):
         self.steps = steps
         self.schedule = AccumulationSchedule.parse(steps)
         self.weigh_by = weigh_by
-        self._weigh = _weigher(weigh_by)
+        self._weigh = resolve_weigher(weigh_by)
         if not isinstance(carry_over, bool):
             raise TypeError(f"expected `carry_over` to be True or False, got {carry_over!r}")
         self.carry_over = carry_over
@@ -182,6 +180,12 @@ class GradientAccumulation(Trick):
             move = functools.partial(_weigh_then_move, self, trainer, trainer.strategy.batch_to_device)
             self._undo.append(patch_(trainer.strategy, "batch_to_device", move))
         self._resume(trainer, module)
+        batches = train_batches_per_epoch(trainer)
+        if batches < self.schedule.largest and not self.carry_over:
+            rank_zero_warn(
+                f"{type(self).__name__}: an epoch has {batches} batch(es), fewer than the {self.schedule.largest} of a "
+                "window, so that each epoch's end is a step. Pass carry_over=True to accumulate over it"
+            )
         names = batchnorm_layers(module) if self.schedule.largest > 1 else []
         if names:
             rank_zero_warn(
@@ -293,9 +297,7 @@ class GradientAccumulation(Trick):
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Any) -> Mapping[str, float | Tensor]:
-        loss = torch.zeros((), device=trainer.strategy.root_device) if self._loss is None else self._loss.detach()
-        mean = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
-        return {} if self._loss is None and trainer.world_size == 1 else {"accumulation/loss": mean}
+        return {} if self._loss is None else {"accumulation/loss": _mean_of_ranks(trainer, self._loss)}
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:
@@ -372,7 +374,8 @@ class GradientAccumulation(Trick):
         for name, gradient in mean_open_gradients(pl_module):
             if trainer.is_global_zero:
                 gradients[name] = gradient.cpu()
-        window = {"gradients": gradients, **current_window(trainer).state_dict()}
+        mean = functools.partial(_mean_of_ranks, trainer)
+        window = {"gradients": gradients, **current_window(trainer).state_dict(mean)}
         checkpoint["callbacks"][self.state_key] |= {"seen": completed, "window": window}
 
     def _resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -385,37 +388,9 @@ class GradientAccumulation(Trick):
 # Functions of the module, not closures: they end up inside of objects that get pickled and copied.
 
 
-def _weigher(weigh_by: Any) -> Callable[[Any], Any] | None:
-    """What counts a batch; None where all count the same."""
-    if weigh_by == "samples":
-        return _count_samples
-    if weigh_by == "batches":
-        return None
-    if callable(weigh_by):
-        return weigh_by  # type: ignore[no-any-return]
-    expected = (
-        'expected `weigh_by` to be "samples", "batches", a function of the batch, or the import path of one, such as '
-        f'"my_package.count_tokens", got {weigh_by!r}'
-    )
-    if not isinstance(weigh_by, str):
-        raise TypeError(expected)
-    place, _, name = weigh_by.rpartition(".")
-    try:
-        weigh = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{expected}: {error}") from error
-    if not callable(weigh):
-        raise TypeError(f"{expected}, which is a {type(weigh).__name__}")
-    return weigh  # type: ignore[no-any-return]
-
-
-def _count_samples(batch: Any) -> int:
-    try:
-        return num_samples(batch)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f'{error}. Pass weigh_by=..., a function of the batch, or "batches" to count each the same'
-        ) from error
+def _mean_of_ranks(trainer: pl.Trainer, value: Tensor) -> Tensor:
+    mean: Tensor = trainer.strategy.reduce(value.to(trainer.strategy.root_device, copy=True), reduce_op="mean")
+    return mean
 
 
 def _weigh_then_move(

@@ -140,6 +140,7 @@ class MicroBatching(Trick):
             return step(batch) if num_parts == 1 else self._run(trainer, module, step, batch, num_parts)
         if self._size is not None and self._since >= self._wait and self._size < self._ceiling:
             self._size, self._since, self._grown = self._size * 2, 0, True
+        buffers = SavedBuffers(module)
         while True:
             num_parts = 1 if self._size is None else min(parts_needed(samples, self._size), max(samples, 1))
             output, error = self._attempt(trainer, module, step, batch, num_parts)
@@ -147,6 +148,7 @@ class MicroBatching(Trick):
                 self._since, self._grown = self._since + 1, False
                 return output
             del output
+            buffers.restore_()  # also here, where it may have gone well
             free_memory_cache()
             self._shrink(samples, error)
 
@@ -154,15 +156,12 @@ class MicroBatching(Trick):
         self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, num_parts: int
     ) -> tuple[Any, str | None]:
         """What the parts gave, or the words of an error that says that memory ran out; nothing of it is left then."""
-        buffers = SavedBuffers(module)
         try:
             return self._run(trainer, module, step, batch, num_parts), None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            words = str(error)
-        buffers.restore_()
-        return None, words
+            return None, str(error)
 
     def _run(
         self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, num_parts: int

@@ -153,5 +153,17 @@ class GradientNoiseScaleMonitor(Trick):
         return self._saved or {"noise": self._noise.state_dict(), "first": first, "samples": self._samples}
 
     @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.world_size == 1 or self._saved is not None:
+            return
+        # Only rank 0's state is saved: the mean of the ranks, in the place of each, has the same sum.
+        first = (torch.zeros(4) if self._first is None else self._first).to(trainer.strategy.root_device)
+        mine = torch.cat([first, torch.full_like(first[:1], self._samples)])
+        mean = trainer.strategy.reduce(mine, reduce_op="mean").cpu()
+        checkpoint["callbacks"][self.state_key] |= {"first": mean[:4], "samples": float(mean[4])}
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict

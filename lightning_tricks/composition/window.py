@@ -1,5 +1,6 @@
 """The accumulation window that a run is in: what the micro-batches since the last step gave, and what each counts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +111,16 @@ class Window:
         self._before, self._batch = _Sums(), _Sums()
         self.total_weight, self._looked_at = None, False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the micro-batches of an open window gave. Synchronises with the device."""
+    def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return what the micro-batches of an open window gave, the mean of the ranks. Synchronises with the device.
+
+        Args:
+            mean: averages a scalar over the ranks.
+        """
         sums = self._sums
-        return {
-            "loss": None if sums.loss is None else sums.loss.cpu(),
-            "weight": sums.weight,
-            "losses": sums.num_losses,
-        }
+        loss = None if sums.loss is None else mean(sums.loss).cpu()
+        weight = float(mean(torch.tensor(sums.weight, dtype=torch.float64)))
+        return {"loss": loss, "weight": weight, "losses": sums.num_losses}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on in a window that a checkpoint was written in.

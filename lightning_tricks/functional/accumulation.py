@@ -15,7 +15,6 @@ the sum is known. Where all sizes are equal that factor is 1 and nothing is touc
 
 import functools
 import itertools
-import math
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "AccumulationSchedule",
     "batchnorm_layers",
-    "check_weight",
     "discard_gradient_of",
     "scale_gradient_of",
 ]
@@ -131,25 +129,6 @@ class AccumulationSchedule:
     def _steps_to_next_size(self, step: int) -> int:
         following = bisect_right(self._starts, step)
         return sys.maxsize if self.by_epoch or following == len(self._starts) else self._starts[following] - step
-
-
-def check_weight(weight: Any) -> float:
-    """Return what a batch counts as a number. Synchronises if it is a tensor on a device.
-
-    Args:
-        weight: what `weigh_by` returned.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, inf or nan.
-    """
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(f"expected `weigh_by` to return a number or a tensor with one element, got {weight!r}")
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"expected `weigh_by` to return a number from 0 on, got {weight} for a batch")
-    return float(weight)
 
 
 def scale_gradient_of(loss: Tensor, factor: float) -> None:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks.functional.accumulation import batchnorm_layers, check_weight
+from lightning_tricks.functional.accumulation import batchnorm_layers
+from lightning_tricks.functional.batch_weights import check_weight
 from lightning_tricks.functional.micro_batching import num_samples, split_batch
 from lightning_tricks.functional.split_backward import SavedBuffers, loss_of
 
@@ -112,8 +113,8 @@ def _reasons(module: nn.Module, whole: _Gradients, again: _Gradients, summed: _G
     if max(_errors(whole, summed).values(), default=0.0) <= 1.0:
         found.append("the loss is a sum over samples: return its mean")
     return found or [
-        "the loss is not a mean over what weigh_by counts (a mean over tokens needs a function that counts them), or it "
-        "compares samples with each other, as contrastive losses do"
+        "the loss is not a mean over what weigh_by counts (a mean over tokens needs a function that counts them), or "
+        "it compares samples with each other, as contrastive losses do"
     ]
 
 

@@ -81,26 +81,29 @@ def run_parts(
     before = [one.grad for one in trained]
     _set_gradients(trained, [None] * len(trained))
     total = sum(weights) or 1.0
-    outputs: list[Any] = []
+    outputs: list[Any] = [None] * len(parts)
+    # What counts nothing zeroes all that reaches a parameter in its backward, so it must not be the one that is left.
+    last = max((index for index, weight in enumerate(weights) if weight > 0), default=len(parts) - 1)
+    order = [*(index for index in range(len(parts)) if index != last), last]
     mean: Tensor | None = None
     live: tuple[Tensor, float] | None = None
     handles: list[RemovableHandle] = []
     counted = 0.0
     try:
-        for part, weight in zip(parts, weights, strict=True):
-            output = step(part)
+        for index in order:
+            output = step(parts[index])
             loss = loss_of(output)
-            outputs.append(_without_graph(output))
+            outputs[index] = _without_graph(output)
             if loss is None:
                 continue
-            share = weight / total
+            share = weights[index] / total
             counted += share
             if share:
                 mean = loss.detach() * share if mean is None else mean + loss.detach() * share
             else:
                 mean = torch.zeros_like(loss) if mean is None else mean
                 handles += discard_gradient_of(loss)
-            if keep_last and len(outputs) == len(parts):
+            if keep_last and index == last:
                 live = loss, share
                 break
             del output
@@ -119,7 +122,7 @@ def run_parts(
         return None, outputs, handles
     counted = counted or 1.0
     used = [(one, gradient) for one, gradient in zip(trained, summed, strict=True) if gradient is not None]
-    kept, share = (None, 0.0) if live is None else (live[0], live[1] / counted)
+    kept, share = (None, None) if live is None else (live[0], live[1] / counted)
     sums = [gradient for _, gradient in used]
     arguments = (mean / counted, kept, share, sums, scale * counted, *(one for one, _ in used))
     return _Inject.apply(*arguments), outputs, handles  # type: ignore[no-untyped-call]
@@ -133,7 +136,7 @@ class _Inject(torch.autograd.Function):
         ctx: Any,
         value: Tensor,
         live: Tensor | None,
-        share: float,
+        share: float | None,
         sums: list[Tensor],
         divisor: Any,
         *parameters: Tensor,
@@ -146,7 +149,7 @@ class _Inject(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         sums, ctx.sums = ctx.sums, None
         scale_gradients_(sums, gradient / ctx.divisor)
-        return None, gradient * ctx.share, None, None, None, *sums
+        return None, None if ctx.share is None else gradient * ctx.share, None, None, None, *sums
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

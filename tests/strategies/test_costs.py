@@ -38,6 +38,7 @@ def test_three_collectives_a_unit_or_two(two_processes) -> None:
             assert rank["collectives"] == [(2 * units - once, units)] * 6
 
 
-def test_accumulation_reduces_once_a_window(two_processes) -> None:
-    for rank in two_processes.run(cases.costs, "fsdp2", accumulation=3):
+@pytest.mark.parametrize("ours", [False, True])
+def test_accumulation_reduces_once_a_window(ours: bool, two_processes) -> None:
+    for rank in two_processes.run(cases.costs, "fsdp2", accumulation=3, ours=ours):
         assert [scatters for _, scatters in rank["collectives"]] == [0, 0, 8, 0, 0, 8]
