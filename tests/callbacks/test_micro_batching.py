@@ -226,10 +226,3 @@ def test_reentrant_checkpointing_works_in_parts() -> None:
     fit(parts, lt.MicroBatching("auto"))
     fit(whole)
     assert_same(weights(parts), weights(whole), rtol=0, atol=1e-6)
-
-
-def test_sizes_that_are_none() -> None:
-    with pytest.raises(ValueError, match="an int or \"auto\", got 'half'"):
-        lt.MicroBatching("half")
-    with pytest.raises(ValueError, match="at most `max_size`=2, got 3"):
-        lt.MicroBatching(2, min_size=3)
