@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks as lt
+from tests.benchmarks.accumulation import early_release, exact_accumulation, reductions
 from tests.benchmarks.guards import gradient_monitor, guards, snapshot
 from tests.benchmarks.sharding import accumulated_step_time, bytes_of_ranks, collectives, step_time
 from tests.benchmarks.side_by_side import Result, Run, Stack, milliseconds, seconds_per_step
@@ -79,6 +80,11 @@ BENCHMARKS = (
     Benchmark("clipping, loss-scale monitor and schedule against none, on a step of 20 ms", three_callbacks),
     Benchmark("`grad/norm` against Lightning's `self.log_dict(grad_norm(self, 2))`, 200 tensors", norm_logging),
     Benchmark("a step with `ActivationCheckpointing` against none (it recomputes)", checkpointing),
+    Benchmark(
+        "a window of 4 with `GradientAccumulation` against `Trainer(accumulate_grad_batches=4)`", exact_accumulation
+    ),
+    Benchmark("reduce-scatters of a window of 3 with `GradientAccumulation` under `fsdp2`", reductions),
+    Benchmark("a parameter's bytes that `EarlyGradientRelease` takes off the peak of the forward", early_release),
     Benchmark("what `GradientMonitor` at every 50 steps adds to a step of 20 ms", gradient_monitor),
     Benchmark("what `NonFiniteGuard`, and `LossSpikeGuard`, adds to a step with a clipper", guards),
     Benchmark("a snapshot of the rollback ring against a clone of the same tensors", snapshot),

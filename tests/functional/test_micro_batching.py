@@ -18,6 +18,8 @@ structures = st.lists(st.sampled_from(sorted(CONTAINERS)), min_size=1, max_size=
 
 
 def types(batch) -> list[type]:
+    if isinstance(batch, list) and all(isinstance(one, str) for one in batch):
+        return [type(batch)]  # one entry a sample
     inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
     inside = [batch.inputs, batch.rest] if isinstance(batch, Record) else inside
     return [type(batch), *(kind for one in inside for kind in types(one))]
