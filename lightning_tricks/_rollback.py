@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_tricks._guard import Guard
 from lightning_tricks._lightning import callbacks_of, schedulers_of
 from lightning_tricks.composition import Trick, step_ledger
+from lightning_tricks.distributed.open_gradients import put_open_gradients_
 from lightning_tricks.functional.random_state import capture_random_state, restore_random_state_
 from lightning_tricks.functional.snapshots import SnapshotRing
 
@@ -60,8 +61,9 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
         module: the module.
     """
     values: dict[str, Any] = ring.restore_(module, trainer.optimizers)
-    for optimizer in trainer.optimizers:  # of a window that is open they belong to other weights
+    for optimizer in trainer.optimizers:  # gradients of a window that is open belong to other weights
         optimizer.zero_grad(set_to_none=True)
+    put_open_gradients_(module, {})  # FSDP2 keeps them elsewhere
     for config, state in zip(schedulers_of(trainer), values["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     trainer.precision_plugin.load_state_dict(values["precision"])

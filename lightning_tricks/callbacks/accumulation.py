@@ -143,6 +143,7 @@ class GradientAccumulation(Trick):
         if stage != "fit":
             return
         self._remove()
+        self._trainer = None
         self._undo.append(patch_(trainer, "accumulate_grad_batches", self.schedule.at(0, 0)))
         self._undo.append(estimate_steps_by(trainer, optimizer_steps_of_run))
 
@@ -212,7 +213,7 @@ class GradientAccumulation(Trick):
         self._contributed = False
         self._end_discarding()  # of a backward that failed
         window = current_window(trainer)
-        if self._stepped or (batch_idx == 0 and not self.carry_over):
+        if self._stepped:
             self._seen = 0
         if self._seen == 0:
             window.close()
@@ -380,7 +381,10 @@ class GradientAccumulation(Trick):
 
     def _resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         window, self._to_resume = self._to_resume, None
-        if window is not None:
+        if window is None:
+            self._seen = 0
+            put_open_gradients_(module, {})  # of a fit that an error ended
+        else:
             put_open_gradients_(module, window.pop("gradients"))
             current_window(trainer).load_state_dict(window, trainer.strategy.root_device)
 

@@ -192,5 +192,9 @@ def batchnorm_layers(module: nn.Module) -> list[str]:
 
     Args:
         module: the model.
+
+    Example:
+        >>> batchnorm_layers(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        ['1']
     """
     return [name for name, one in module.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]

@@ -21,6 +21,10 @@ def check_weight(weight: Any) -> float:
     Raises:
         TypeError: it is no number.
         ValueError: it is negative, inf or nan.
+
+    Example:
+        >>> check_weight(3)
+        3.0
     """
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()

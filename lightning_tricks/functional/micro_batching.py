@@ -42,6 +42,10 @@ def num_samples(batch: Any) -> int:
 def parts_needed(samples: int, max_size: int) -> int:
     """Return into how many parts so many samples are to be cut so that none is larger than `max_size`, at least 1.
 
+    Args:
+        samples: how many.
+        max_size: the most in a part.
+
     Example:
         >>> parts_needed(10, 4), parts_needed(0, 4)
         (3, 1)
@@ -123,6 +127,10 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
 
 def describe(batch: Any, *, depth: int = 0) -> str:
     """Return the types and shapes of a batch in one line, for error messages.
+
+    Args:
+        batch: anything.
+        depth: how deep in a batch it lies.
 
     Example:
         >>> describe({"x": torch.zeros(2, 3), "n": [1, 2]})

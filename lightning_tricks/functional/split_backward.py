@@ -47,6 +47,10 @@ def loss_of(output: Any) -> Tensor | None:
 
     Args:
         output: what it returned.
+
+    Example:
+        >>> loss_of({"loss": torch.tensor(2.0), "logits": None}), loss_of(None)
+        (tensor(2.), None)
     """
     return output.get("loss") if isinstance(output, Mapping) else output
 
@@ -75,7 +79,17 @@ def run_parts(
             communication. If not, that backward allocates next to nothing.
 
     Returns:
-        The mean loss, None if no part gave one; what the steps returned; and what to remove after the backward.
+        The mean loss, None if no part gave one; what the steps returned besides it; and what to remove after the
+        backward.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> parts = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
+        >>> mean = lambda part: (part * weight).mean()
+        >>> loss, *_ = run_parts(mean, parts, [2, 1], [weight], backward=torch.Tensor.backward)
+        >>> loss.backward()
+        >>> float(loss), weight.grad
+        (3.0, tensor([3.]))
     """
     trained = [one for one in parameters if one.requires_grad]
     before = [one.grad for one in trained]
@@ -122,9 +136,9 @@ def run_parts(
         return None, outputs, handles
     counted = counted or 1.0
     used = [(one, gradient) for one, gradient in zip(trained, summed, strict=True) if gradient is not None]
-    kept, share = (None, None) if live is None else (live[0], live[1] / counted)
+    kept, kept_share = (None, None) if live is None else (live[0], live[1] / counted)
     sums = [gradient for _, gradient in used]
-    arguments = (mean / counted, kept, share, sums, scale * counted, *(one for one, _ in used))
+    arguments = (mean / counted, kept, kept_share, sums, scale * counted, *(one for one, _ in used))
     return _Inject.apply(*arguments), outputs, handles  # type: ignore[no-untyped-call]
 
 

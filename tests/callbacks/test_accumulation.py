@@ -329,3 +329,35 @@ def test_an_import_path_that_leads_nowhere_says_so() -> None:
         lt.GradientAccumulation(weigh_by="no_such_package.count")
     with pytest.raises(TypeError, match="which is a int"):
         lt.GradientAccumulation(weigh_by="tests.accumulation_cases.LENGTH")
+
+
+def test_a_window_that_lightning_leaves_open_at_an_epochs_end_goes_on() -> None:
+    """Its last batch is None, so that no step is taken on it: nothing of the others is lost."""
+
+    class Numbers(FixedGradients):
+        def training_step(self, batch, batch_idx):
+            return (self.weight * batch).sum()
+
+    module = Numbers([[0.0]])
+    data = DataLoader([torch.ones(1), torch.ones(1) * 4, None], batch_size=None, collate_fn=lambda one: one)
+    steps = steps_of(module, lt.GradientAccumulation(4, weigh_by="batches"), data=data, max_epochs=2)
+    assert steps == [[2.5]]
+
+
+def test_a_fit_after_one_that_failed_begins_a_new_window() -> None:
+    class FailsOnce(Transformer):
+        failed = False
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and not self.failed:
+                self.failed = True
+                raise RuntimeError("boom")
+            return super().training_step(batch, batch_idx)
+
+    data = token_batches(4)
+    module = seeded(FailsOnce).double()
+    accumulation = tokens()
+    with pytest.raises(RuntimeError, match="boom"):
+        run(data, accumulation, module=module)
+    run(data, accumulation, module=module)
+    assert largest_relative_error(module, large_batch_run([data], dtype=torch.float64)) < 1e-12
