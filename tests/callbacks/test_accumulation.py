@@ -7,7 +7,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
@@ -361,3 +363,39 @@ def test_a_fit_after_one_that_failed_begins_a_new_window() -> None:
         run(data, accumulation, module=module)
     run(data, accumulation, module=module)
     assert largest_relative_error(module, large_batch_run([data], dtype=torch.float64)) < 1e-12
+
+
+class WithTokens(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self):
+        return DataLoader(token_batches(6), batch_size=None)
+
+
+def test_a_mapping_and_an_import_path_come_from_yaml(tmp_path) -> None:
+    arguments = {"steps": {0: 1, 1: 5}, "weigh_by": "tests.accumulation_cases.count_tokens"}
+    config = {
+        "callbacks": [{"class_path": "lightning_tricks.GradientAccumulation", "init_args": arguments}],
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "default_root_dir": str(tmp_path),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"trainer": config}))
+    cli = LightningCLI(
+        WithTokens, args=["--config", str(tmp_path / "run.yaml")], run=False, save_config_callback=None,
+        seed_everything_default=0,
+    )  # fmt: skip
+    reference = Transformer()
+    reference.load_state_dict(cli.model.state_dict())
+    cli.trainer.fit(cli.model)
+    data = token_batches(6)
+    optimizer = reference.configure_optimizers()
+    for window in (data[:1], data[1:]):
+        optimizer.zero_grad()
+        reference.loss(cases.union(window)).backward()
+        optimizer.step()
+    assert_same(weights(cli.model), weights(reference), rtol=0, atol=1e-6)
