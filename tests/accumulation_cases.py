@@ -33,7 +33,9 @@ class Transformer(pl.LightningModule):
 
     def loss(self, batch: Batch) -> Tensor:
         logits = self.head(self.layer(self.embedding(batch["tokens"])))
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+        labels = batch["labels"].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="none")
+        return losses.sum() / (labels != IGNORED).sum()  # without a label nan, and nan in every gradient
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         loss = self.loss(batch)
@@ -226,18 +228,65 @@ def resumed_inside_of_a_window(strategy: str, path: str, *, scaled: bool = False
 
 
 def empty_windows(strategies: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """The ledger where one window has no valid token on any rank, and the weights stay finite."""
+    """The ledger where the second of three windows has no valid token on any rank, and the first none on rank 1.
+
+    A guard reads the loss of all ranks, so each has to have one.
+    """
     _, _, options = part_of_rank(1)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    data = token_batches(6, empty=(2, 3), seed=rank)
+    data = token_batches(6, empty=(2, 3, *((0, 1) if rank else ())), seed=rank)
     found = {}
     for strategy in strategies:
-        trainer, module = run(
-            data, tokens(2), module=seeded(lambda: Transformer(momentum=0.9)), strategy=strategy, **options
-        )
+        module = seeded(lambda: Transformer(momentum=0.9))
+        guard = lt.LossSpikeGuard("warn")
+        trainer, _ = run(data, tokens(2), guard, module=module, strategy=strategy, **options)
         assert all(one.isfinite().all() for one in weights(module).values())
         found[strategy] = [one.state_dict() for one in lt.step_ledger(trainer)]
     return found
+
+
+def error_of_a_fit_after_one_that(ended: str) -> float:
+    """Under FSDP2: what an open window of an earlier fit leaves must not reach a later one. The largest error there."""
+    mine, parts, options = part_of_rank(6)
+    module = seeded(Ends).double()
+    module.ends = ended
+    trainer = quiet_trainer(
+        tokens(3), *([Stop(after=5)] if ended == "stopped" else []), strategy="fsdp2", max_epochs=2, **options
+    )
+    words = ""
+    try:
+        trainer.fit(module, StatefulDataLoader(mine, batch_size=None))
+    except RuntimeError as error:
+        words = str(error)
+    assert words == ("boom" if ended == "failed" else "")
+    steps = 2 if ended == "stopped" else 1
+    assert trainer.global_step == len(module.seen) == steps
+    module.seen.clear()
+    module.ends = "never"
+    reference = large_batch_run(
+        [[part[i] for i in window for part in parts] for window in ([0, 1, 2], [3, 4])[:steps]], dtype=torch.float64
+    )
+    reference.seen.clear()
+    optimizer = reference.configure_optimizers()
+    for window in ([0, 1, 2], [3, 4, 5]):
+        optimizer.zero_grad()
+        reference.loss(union([part[i] for i in window for part in parts])).backward()
+        reference.on_before_optimizer_step(optimizer)
+        optimizer.step()
+    again = quiet_trainer(tokens(3), strategy="fsdp2", **options)
+    again.fit(module, StatefulDataLoader(mine, batch_size=None))
+    return largest_relative_error(module, reference)
+
+
+class Ends(Transformer):
+    """Fails in the second batch of its second window, if it is to."""
+
+    ends = "never"
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if self.ends == "failed" and batch_idx == 4:
+            raise RuntimeError("boom")
+        return super().training_step(batch, batch_idx)
 
 
 def reductions_under_ddp() -> list[int]:

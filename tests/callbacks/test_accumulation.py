@@ -346,6 +346,63 @@ def test_a_window_that_lightning_leaves_open_at_an_epochs_end_goes_on() -> None:
     assert steps == [[2.5]]
 
 
+@pytest.mark.parametrize("ended", ["stopped", "failed"])
+def test_nothing_of_an_open_window_reaches_a_later_fit(ended: str, two_processes) -> None:
+    for error in two_processes.run(cases.error_of_a_fit_after_one_that, ended):
+        assert error < 1e-12
+
+
+def test_the_same_trainer_begins_a_new_window_after_a_fit_that_failed() -> None:
+    data = token_batches(6)
+    module = seeded(cases.Ends).double()
+    module.ends = "failed"
+    trainer = quiet_trainer(tokens(3))
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.fit(module, DataLoader(data, batch_size=None))
+    module.ends, module.seen = "never", []
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit_loop.epoch_loop.batch_progress.reset()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    reference = Transformer().double()
+    reference.load_state_dict(before)
+    optimizer = reference.configure_optimizers()
+    reference.loss(cases.union(data[:3])).backward()
+    reference.on_before_optimizer_step(optimizer)
+    module.seen = module.seen[:1]
+    assert largest_relative_error(module, reference) < 1e-12
+
+
+def test_the_last_epochs_end_is_a_step_before_checkpoints_are_written() -> None:
+    class Steps(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            self.steps = trainer.global_step
+
+    callback = Steps()
+    run(token_batches(6), tokens(4, carry_over=True), callback, max_epochs=3)
+    assert callback.steps == 5
+
+
+def test_a_batch_that_is_tried_again_counts_once() -> None:
+    """By a module that catches an error after its backward."""
+
+    class TriesAgain(FixedGradients):
+        failed = False
+
+        def on_after_backward(self) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("boom")
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None) -> None:
+            try:
+                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            except RuntimeError:
+                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    assert steps_of(TriesAgain([[1.0], [2.0]]), lt.GradientAccumulation(1)) == [[1.0], [2.0]]
+
+
 def test_a_fit_after_one_that_failed_begins_a_new_window() -> None:
     class FailsOnce(Transformer):
         failed = False
