@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from lightning_tricks._guard import Guard
 from lightning_tricks._lightning import callbacks_of, schedulers_of
-from lightning_tricks.composition import Trick, step_ledger
-from lightning_tricks.distributed.open_gradients import put_open_gradients_
+from lightning_tricks.composition import Trick, current_window, step_ledger
+from lightning_tricks.distributed.open_gradients import drop_open_gradients_
 from lightning_tricks.functional.random_state import capture_random_state, restore_random_state_
 from lightning_tricks.functional.snapshots import SnapshotRing
 
@@ -63,7 +63,8 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
     values: dict[str, Any] = ring.restore_(module, trainer.optimizers)
     for optimizer in trainer.optimizers:  # gradients of a window that is open belong to other weights
         optimizer.zero_grad(set_to_none=True)
-    put_open_gradients_(module, {})  # FSDP2 keeps them elsewhere
+    drop_open_gradients_(module)
+    current_window(trainer).close()
     for config, state in zip(schedulers_of(trainer), values["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     trainer.precision_plugin.load_state_dict(values["precision"])
@@ -109,4 +110,5 @@ def restore_rates_(rates: list[tuple[dict[str, Any], Any]]) -> None:
 
 def _others(trainer: pl.Trainer) -> list[Trick]:
     """The tricks whose state goes back. A guard's account of events goes on."""
-    return [one for one in callbacks_of(trainer) if isinstance(one, Trick) and not isinstance(one, Guard)]
+    tricks = [one for one in callbacks_of(trainer) if isinstance(one, Trick)]
+    return [one for one in tricks if one.rewinds and not isinstance(one, Guard)]

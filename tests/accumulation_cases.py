@@ -309,18 +309,20 @@ def reductions_under_ddp() -> list[int]:
     return counts
 
 
-def error_in_parts(strategy: str) -> float:
+def error_in_parts(strategy: str, scaled: bool = False) -> float:
     """The largest error of batches in parts of 2, in windows of 3, against the large batch of all ranks."""
     _, parts, options = part_of_rank(6)
     rank = torch.distributed.get_rank()
     for part in parts:  # as sharded parameters want it: every rank cuts into as many parts
         part[:] = [union([batch, batch, batch, batch]) for batch in part]
         part[:] = [{key: value[:4] for key, value in batch.items()} for batch in part]
-    _, module = run(
-        parts[rank], lt.MicroBatching(3), tokens(3), dtype=torch.float64, strategy=strategy, max_epochs=2, **options
-    )
+    dtype, lr = (torch.float32, 1e-3) if scaled else (torch.float64, 0.1)
+    module = seeded(lambda: Transformer(lr=lr)).to(dtype)
+    plugins = [fp16(2.0**10)] if scaled else []
+    tricks = [lt.MicroBatching(3), tokens(3)]
+    run(parts[rank], *tricks, module=module, strategy=strategy, max_epochs=2, plugins=plugins, **options)
     windows = [[part[i] for i in window for part in parts] for window in windows_of(6, 3, 2)]
-    return largest_relative_error(module, large_batch_run(windows, dtype=torch.float64))
+    return largest_relative_error(module, large_batch_run(windows, dtype=dtype, lr=lr))
 
 
 def refusals_when_sharded() -> list[str]:

@@ -52,11 +52,14 @@ class Model(Stack):
         super().__init__(64, 8)
 
 
-def costs(strategy: str, accumulation: int = 1, *, ours: bool = False, **options: Any) -> dict[str, Any]:
+def costs(
+    strategy: str, accumulation: int = 1, *, ours: bool = False, parts: int = 1, **options: Any
+) -> dict[str, Any]:
     rank, world_size = world()
     module, count = Model(), Count()
     made = lt.FSDP2Strategy(**options) if options else strategy
     how = [lt.GradientAccumulation(accumulation)] if ours else []
+    how += [lt.MicroBatching(4 // parts)] if parts > 1 else []
     windows = 1 if ours else accumulation
     run = strategy_trainer(made, world_size, count, *how, accumulate_grad_batches=windows, max_epochs=1)
     data = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(rank))

@@ -180,7 +180,9 @@ def faults_of(run: Run, strategy: str = "auto") -> list[str]:
             faults.append("no batch was done again")
         if micro_batching.state_dict()["size"] > max(run.capacity, 1):
             faults.append(f"the size is {micro_batching.state_dict()['size']}")
-    if "training_step" in vars(module):
+    if module.losses_kept:
+        faults.append("activations live on until the garbage is collected")
+    if "training_step" in vars(module) or "log" in vars(module):
         faults.append("the module is left edited")
     return faults
 
@@ -191,3 +193,23 @@ def faults_of_all(runs: Sequence[Run], strategy: str) -> list[tuple[Run, list[st
     found = [(run, faults_of(run, strategy)) for run in runs]
     gc.unfreeze()
     return [(run, faults) for run, faults in found if faults]
+
+
+class LogsTogether(Limited):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss, sync_dist=True, batch_size=1)
+        return loss
+
+
+def logged_over_ranks() -> list[float]:
+    """What is logged over the ranks: of whole batches, in parts of 4, and where one rank runs out of memory."""
+    rank = torch.distributed.get_rank()
+    run = Run(("list",), "nothing", (9 if rank == 0 else 4,), capacity=5, fails_on=0, at_call=0, in_backward=False)
+    found = []
+    for tricks, fails in (([], False), ([lt.MicroBatching(4)], False), ([lt.MicroBatching()], True)):
+        module = seeded(lambda fails=fails: LogsTogether(run if fails else None)).double()
+        trainer = quiet_trainer(*tricks, strategy="ddp", devices=2, use_distributed_sampler=False)
+        trainer.fit(module, DataLoader(batches_of(run, rank), batch_size=None))
+        found.append(float(trainer.callback_metrics["own"]))
+    return found

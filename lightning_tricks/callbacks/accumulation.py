@@ -35,7 +35,12 @@ from lightning_tricks.composition import (
     step_ledger,
 )
 from lightning_tricks.composition.horizon import optimizer_steps_of_run
-from lightning_tricks.distributed.open_gradients import mean_open_gradients, put_open_gradients_, take_open_gradients_
+from lightning_tricks.distributed.open_gradients import (
+    drop_open_gradients_,
+    mean_open_gradients,
+    put_open_gradients_,
+    take_open_gradients_,
+)
 from lightning_tricks.distributed.scalars import RankReduction
 from lightning_tricks.functional.accumulation import (
     AccumulationSchedule,
@@ -69,8 +74,8 @@ class GradientAccumulation(Trick):
         weigh_by: what a batch counts in the mean: ``"samples"``; ``"batches"``, each the same; a function of the batch
             that returns a number or a tensor with one element, such as
             ``lambda batch: (batch["labels"] != -100).sum()``; or the import path of one.
-        carry_over: whether a window goes on in the next epoch. If not, an epoch's last batch ends it. One that is open
-            when the fit ends is stepped with what it has.
+        carry_over: whether a window goes on in the next epoch. If not, a step on an epoch's last batch ends it. One
+            that is open when the fit ends is stepped with what it has.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; while training, a weight is negative or
@@ -80,7 +85,7 @@ class GradientAccumulation(Trick):
 
     Cost:
         One multiplication of the gradients a window if its micro-batches differ. With several ranks one number is
-        summed a window, unless all batches count the same. A function of the batch is called before the batch is moved
+        summed a window, unless it is by ``"batches"``. A function of the batch is called before the batch is moved
         to the device; where a hook of the module or the data module changes it there, afterwards, at one scalar read a
         batch. A checkpoint inside of a window is larger by the gradients.
 
@@ -97,6 +102,7 @@ class GradientAccumulation(Trick):
     buys = "the step of a batch that does not fit: exact for short windows, unequal batches and mean losses over tokens"
     costs = "one number summed over the ranks a step, and a multiplication of the gradients where batches differ"
     reads_loss = True
+    rewinds = False  # the conductor's window does
 
     def __init__(
         self,
@@ -119,6 +125,8 @@ class GradientAccumulation(Trick):
     @override
     def reset(self) -> None:
         self._trainer: pl.Trainer | None = None
+        self._number = -1  # of the window
+        self._begun = False
         self._seen = 0  # micro-batches of the window so far, the current one included
         self._stepped = False  # whether the window ended with the current batch
         self._size = self.schedule.at(0, 0)
@@ -126,7 +134,6 @@ class GradientAccumulation(Trick):
         self._weighed: float | None = None
         self._contributed = False  # whether the current batch added to the gradients, or began to
         self._ends_now = False
-        self._failed = False
         self._total: RankReduction | None = None
         self._loss: Tensor | None = None
         self._to_resume: dict[str, Any] | None = None
@@ -175,7 +182,7 @@ class GradientAccumulation(Trick):
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._trainer, self._failed = trainer, False
+        self._trainer, self._begun = trainer, False
         self._undo += steer_accumulation(trainer, is_open=self._is_open, is_first=self._is_first)
         if self._weigh is not None and not changes_batch_on_device(trainer, module):
             move = functools.partial(_weigh_then_move, self, trainer, trainer.strategy.batch_to_device)
@@ -213,14 +220,14 @@ class GradientAccumulation(Trick):
         self._contributed = False
         self._end_discarding()  # of a backward that failed
         window = current_window(trainer)
-        if self._stepped:
-            self._seen = 0
-        if self._seen == 0:
-            window.close()
-            self._stepped = False
+        if self._begun:  # but never trained on, since a hook skipped the rest of the epoch
+            self._seen -= 1
+        if window.number != self._number:
+            self._number, self._seen, self._stepped = window.number, 0, False
             self._size = self.schedule.at(self._applied(trainer), trainer.current_epoch)
             trainer.accumulate_grad_batches = self._size
         self._seen += 1
+        self._begun = True
         if self._weigh is None:
             return
         weight = self.weigh(batch) if self._weighed is None else self._weighed
@@ -229,11 +236,15 @@ class GradientAccumulation(Trick):
         window.weight = weight
         if self._reference is None:
             self._reference = RankReduction(weight, trainer.strategy.root_device, "max").value() or None
-        if weight and self._reference is not None:
+        if weight and self._reference is not None and not self._alone(trainer):
             window.gradient_share = weight / self._reference
         if trainer.world_size > 1 and not self._is_open():
             # None from training_step is an error there, so that each batch will have counted.
             self._total = RankReduction(window.weight_sum + weight, trainer.strategy.root_device)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._begun = False
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -268,6 +279,8 @@ class GradientAccumulation(Trick):
         if total == 0 or self._reference is None:
             step.leave_empty()
             return
+        if self._alone(trainer):
+            return
         factor = self._reference * self._size * ranks / total
         if factor != 1.0:
             scale_gradients_(step.gradients(), factor)
@@ -275,6 +288,10 @@ class GradientAccumulation(Trick):
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         self._stepped = True
+
+    def _alone(self, trainer: pl.Trainer) -> bool:
+        """Whether the window is one batch of one rank, beside which there is nothing to weigh."""
+        return self._size == 1 and trainer.world_size == 1
 
     def _is_first(self) -> bool:
         return self._seen == 1
@@ -312,22 +329,16 @@ class GradientAccumulation(Trick):
     # The end, and checkpoints
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._seen and self._is_open() and current_window(trainer).has_loss:
-            self._step_open_window(trainer, pl_module)
-
-    def _step_open_window(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Step with the micro-batches that there are: training was stopped inside of a window."""
+    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not self._seen or self._stepped or not current_window(trainer).has_loss:
+            return
+        # Training was stopped inside of a window: step with the micro-batches that there are.
         take_open_gradients_(module)
         if self._weigh is not None and trainer.world_size > 1:
             self._total = RankReduction(current_window(trainer).weight_sum, trainer.strategy.root_device)
         self._ends_now = True
         step_without_a_batch(trainer)
         self._ends_now = False
-        for logger in trainer.loggers:  # a module cannot log any more
-            logger.log_metrics(
-                {key: float(value) for key, value in self.metrics(trainer, {0}).items()}, trainer.global_step
-            )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -337,7 +348,6 @@ class GradientAccumulation(Trick):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._remove()
-        self._failed = True
 
     def _remove(self) -> None:
         self._end_discarding()
@@ -364,7 +374,7 @@ class GradientAccumulation(Trick):
         completed = self._seen - unfinished
         if self._trainer is None or completed <= 0 or self._stepped:
             return
-        if (unfinished and self._contributed) or (self._failed and trainer.world_size > 1):
+        if (unfinished and self._contributed) or (trainer.interrupted and trainer.world_size > 1):
             rank_zero_warn(
                 f"{type(self).__name__}: this checkpoint lacks the gradients of the {completed} micro-batch(es) of the "
                 "window that is open: it was asked for in the middle of a batch, or after an error on one of several "
@@ -383,10 +393,12 @@ class GradientAccumulation(Trick):
         window, self._to_resume = self._to_resume, None
         if window is None:
             self._seen = 0
-            put_open_gradients_(module, {})  # of a fit that an error ended
+            drop_open_gradients_(module)  # of a fit that an error ended
         else:
             put_open_gradients_(module, window.pop("gradients"))
             current_window(trainer).load_state_dict(window, trainer.strategy.root_device)
+            self._number = current_window(trainer).number
+            trainer.accumulate_grad_batches = self._size
 
 
 # Functions of the module, not closures: they end up inside of objects that get pickled and copied.

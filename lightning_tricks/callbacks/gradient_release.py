@@ -17,7 +17,8 @@ class EarlyGradientRelease(Trick):
 
     The next forward then has room for 4 bytes a parameter (fp32) more activations; no number changes. A hook that looks
     at gradients between two batches, as ``on_before_zero_grad`` may, finds none any more. In manual optimization the
-    gradients of an optimizer that stepped are dropped, unless there was another backward since.
+    gradients of an optimizer that stepped are dropped, unless there was another backward since. It saves nothing where
+    gradients lie in memory that stays, as with ``DDPStrategy(gradient_as_bucket_view=True)``.
 
     Cost: none.
 

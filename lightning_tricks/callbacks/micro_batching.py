@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tricks._deferred_log import DeferredLog
 from lightning_tricks._lightning import (
     MisconfigurationException,
     free_memory_cache,
@@ -22,7 +23,7 @@ from lightning_tricks._lightning import (
 )
 from lightning_tricks._validation import check_int
 from lightning_tricks.composition import Summary, Touches, Trick, current_window, weigh_batch
-from lightning_tricks.distributed.scalars import RankReduction, host_group
+from lightning_tricks.distributed.scalars import RankReduction, close_group, host_group
 from lightning_tricks.distributed.sharding import units_of
 from lightning_tricks.functional.accumulation import batchnorm_layers
 from lightning_tricks.functional.micro_batching import join_outputs, num_samples, parts_needed, split_batch
@@ -40,11 +41,13 @@ class MicroBatching(Trick):
     `training_step` is called once for each micro-batch, with a part of the batch; the mean of the losses over all
     samples is what the Trainer sees. A batch may be a tensor, or lists, tuples, named tuples, mappings (Hugging Face's
     BatchEncoding too) and dataclasses of what may be in a batch. What `training_step` returns besides the loss is
-    joined again. Beside ``GradientAccumulation(weigh_by=f)`` the parts are weighed by ``f``, else by their samples.
+    joined again, and what it logs is logged once, for the whole batch. Beside ``GradientAccumulation(weigh_by=f)`` the
+    parts are weighed by ``f``, else by their samples.
 
     ``"auto"`` begins with whole batches. When any rank runs out of memory, all halve the size and do the same batch
-    again, with parameters, gradients and buffers as they were; what `training_step` did besides, such as logging, is
-    done again too. The size is kept, also in checkpoints, and a larger one is tried after 100 batches.
+    again, with parameters, gradients and buffers as they were, and nothing logged; what `training_step` did besides,
+    such as updating a metric, is done again too. The size is kept, also in checkpoints, and a larger one is tried after
+    100 batches. On several ranks `training_step` must not communicate, but for ``self.log(sync_dist=True)``.
 
     Logs ``microbatch/size``, the largest micro-batch allowed, and ``microbatch/retries``, how often a batch was done
     again in this run.
@@ -55,14 +58,15 @@ class MicroBatching(Trick):
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; while training, a batch cannot be cut.
-        MisconfigurationException: at the start of fit, in manual optimization; with ``"auto"`` where parameters are
-            sharded, since a rank that fails within a forward leaves its peers waiting for it.
+        MisconfigurationException: at the start of fit, in manual optimization; with ``"auto"`` where the forward
+            communicates (sharded parameters, SyncBatchNorm), since a rank that fails within it leaves its peers
+            waiting.
         torch.OutOfMemoryError: while training, `min_size` does not fit either.
 
     Cost:
         One call of `training_step` for each part; 4 bytes a parameter for the sum of their gradients. ``"auto"`` also
-        copies the buffers, and with several ranks sums one number over the hosts a batch. A function that weighs the
-        parts is read once for each.
+        copies the buffers, and with several ranks waits for one number of each host a batch and communicates gradients
+        after the backward instead of during it. A function that weighs the parts is read once for each.
 
     Reference:
         Huang et al. (2019), "GPipe", arXiv:1811.06965, for the name; Lightning's issue PL#20994.
@@ -76,6 +80,7 @@ class MicroBatching(Trick):
     job = "cut batches into micro-batches"
     buys = "batches that do not fit, without a change of loader or module; finds the size that fits by itself"
     costs = "a call of training_step a part; 4 bytes a parameter"
+    rewinds = False  # what fits the memory does not depend on the weights
 
     def __init__(self, max_size: int | Literal["auto"] = "auto", *, min_size: int = 1) -> None:
         if isinstance(max_size, str) and max_size != "auto":
@@ -99,6 +104,8 @@ class MicroBatching(Trick):
         self._largest = 0  # samples of the last batch
         self._warned = False
         self._group: Any = None
+        self._is_sharded = False
+        self._is_joint = False  # whether every rank has to run as many parts
 
     # Before the run
 
@@ -115,11 +122,15 @@ class MicroBatching(Trick):
                 f"{name} cuts the batch that training_step gets, but {module}.training_step takes dataloader_iter and "
                 "fetches its own: take the batch"
             )
-        if self.max_size == "auto" and units_of(pl_module):
+        self._is_sharded = bool(units_of(pl_module))
+        synchronizes = any(isinstance(one, nn.SyncBatchNorm) for one in pl_module.modules())
+        self._is_joint = trainer.world_size > 1 and (self._is_sharded or synchronizes)
+        if self.max_size == "auto" and (self._is_sharded or self._is_joint):
+            what = "parameters are sharded" if self._is_sharded else "SyncBatchNorm communicates"
             raise MisconfigurationException(
-                f'{name}("auto") cannot be right where parameters are sharded: a rank that runs out of memory within a '
-                f"forward leaves its peers waiting in an all-gather. Pass an int, such as {name}(8), or use "
-                'strategy="ddp" or "zero1"'
+                f'{name}("auto") cannot be right where {what}: a rank that runs out of memory within a forward leaves '
+                f"its peers waiting in a collective, such as an all-gather. Pass an int, such as {name}(8), or use "
+                'strategy="ddp" or "zero1" without it'
             )
 
     @override
@@ -137,7 +148,7 @@ class MicroBatching(Trick):
         if self.max_size != "auto":
             assert self._size is not None
             num_parts = self._parts_of_all_ranks(trainer, module, parts_needed(samples, self._size), samples)
-            return step(batch) if num_parts == 1 else self._run(trainer, module, step, batch, num_parts)
+            return step(batch) if num_parts == 1 else self._run(trainer, module, step, batch, num_parts)()
         if self._size is not None and self._since >= self._wait and self._size < self._ceiling:
             self._size, self._since, self._grown = self._size * 2, 0, True
         buffers = SavedBuffers(module)
@@ -146,7 +157,7 @@ class MicroBatching(Trick):
             output, error = self._attempt(trainer, module, step, batch, num_parts)
             if not self._any_rank(error is not None):
                 self._since, self._grown = self._since + 1, False
-                return output
+                return output()
             del output
             buffers.restore_()  # also here, where it may have gone well
             free_memory_cache()
@@ -155,7 +166,7 @@ class MicroBatching(Trick):
     def _attempt(
         self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, num_parts: int
     ) -> tuple[Any, str | None]:
-        """What the parts gave, or the words of an error that says that memory ran out; nothing of it is left then."""
+        """As `_run`, or the words of an error that says that memory ran out; nothing of the attempt is left then."""
         try:
             return self._run(trainer, module, step, batch, num_parts), None
         except Exception as error:
@@ -165,32 +176,27 @@ class MicroBatching(Trick):
 
     def _run(
         self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any, num_parts: int
-    ) -> Any:
-        parts = split_batch(batch, num_parts) if num_parts > 1 else [batch]
+    ) -> Callable[[], Any]:
+        """Run the parts, and return what logs for the batch and returns what one call of `training_step` would have."""
+        parts, sizes = split_batch(batch, num_parts) if num_parts > 1 else ([batch], [1])
+        weights = [float(size) for size in sizes]
         if num_parts > 1:
             self._warn_of_batchnorm(module)
-        sizes = [num_samples(part) for part in parts] if num_parts > 1 else [1]
-        weights = [weigh_batch(trainer, part) for part in parts] if num_parts > 1 else [1.0]
-        known = [float(size) if weight is None else weight for weight, size in zip(weights, sizes, strict=True)]
-        loss, outputs, self._discarding = run_parts(
-            step,
-            parts,
-            known,
-            module.parameters(),
-            backward=functools.partial(_backward, trainer, module),
-            scale=self._scale(trainer),
-            keep_last=self.max_size != "auto",
-        )
-        if loss is None or all(output is None for output in outputs):
-            return loss
-        returned = [index for index, output in enumerate(outputs) if output is not None]
-        total = sum(known[index] for index in returned) or 1.0
-        extras = join_outputs(
-            [outputs[index] for index in returned],
-            [known[index] / total for index in returned],
-            [sizes[index] for index in returned],
-        ) if num_parts > 1 else outputs[0]  # fmt: skip
-        return {"loss": loss, **extras}
+            given = [weigh_batch(trainer, part) for part in parts]
+            weights = [size if weight is None else weight for weight, size in zip(given, weights, strict=True)]
+        with DeferredLog(module) as log:
+            loss, outputs, self._discarding = run_parts(
+                functools.partial(_noted_step, log, step),
+                parts,
+                weights,
+                module.parameters(),
+                backward=functools.partial(_backward, trainer, module, self._is_sharded),
+                scale=self._scale(trainer),
+                keep_last=self.max_size != "auto",
+            )
+        total = sum(weights) or 1.0
+        shares = [weight / total for weight in weights]
+        return functools.partial(_output_of_batch, log, loss, outputs, shares, sizes)
 
     def _scale(self, trainer: pl.Trainer) -> float | Tensor:
         """What the batch's loss is multiplied by later on: shards take up the parts' gradients before it is."""
@@ -208,10 +214,10 @@ class MicroBatching(Trick):
 
     def _parts_of_all_ranks(self, trainer: pl.Trainer, module: pl.LightningModule, num_parts: int, samples: int) -> int:
         """Where parameters are gathered for each forward, every rank has to run as many."""
-        if trainer.world_size == 1 or not units_of(module):
+        if not self._is_joint:
             return num_parts
         agreed = int(RankReduction(num_parts, torch.device("cpu"), "max", group=self._group).value())
-        if self._any_rank(agreed > samples):
+        if agreed > 1 and self._any_rank(agreed > samples):
             raise ValueError(
                 f"expected batches of at least {agreed} samples on every rank, since another rank cuts its batch into "
                 f"{agreed} parts of at most {self._size} and all have to run as many, got {samples} here. Use batches "
@@ -265,6 +271,7 @@ class MicroBatching(Trick):
         for handles in (self._discarding, self._undo):
             while handles:
                 handles.pop().remove()
+        close_group(self._group)
         self._group = None
 
     @override
@@ -307,11 +314,34 @@ def _step_by_parts(
     return micro_batching.step(trainer, module, lambda part: step(part, *args, **kwargs), batch)
 
 
-def _backward(trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+def _noted_step(log: DeferredLog, step: Callable[[Any], Any], index: int, part: Any) -> Any:
+    log.part = index
+    return step(part)
+
+
+def _output_of_batch(
+    log: DeferredLog, loss: Tensor | None, outputs: list[Any], shares: list[float], sizes: list[int]
+) -> Any:
+    log.replay(shares)
+    returned = [index for index, output in enumerate(outputs) if output is not None]
+    if loss is None or not returned:
+        return loss
+    if len(outputs) == 1:
+        return {"loss": loss, **outputs[0]}
+    total = sum(shares[index] for index in returned) or 1.0
+    extras = join_outputs(
+        [outputs[index] for index in returned],
+        [shares[index] / total for index in returned],
+        [sizes[index] for index in returned],
+    )
+    return {"loss": loss, **(extras if isinstance(extras, Mapping) else {})}
+
+
+def _backward(trainer: pl.Trainer, module: pl.LightningModule, is_sharded: bool, loss: Tensor) -> None:
     """Backpropagate a part without communication, and outside of the autocast that its forward ran in."""
     strategy = trainer.strategy
     with ExitStack() as around:
-        if units_of(module) and isinstance(strategy, ParallelStrategy):
+        if is_sharded and isinstance(strategy, ParallelStrategy):
             around.enter_context(strategy.block_backward_sync())
         around.enter_context(torch.autocast(strategy.root_device.type, enabled=False))
         module.backward(loss)

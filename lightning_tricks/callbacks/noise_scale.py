@@ -1,5 +1,6 @@
 """A monitor of the gradient noise scale, by which to choose the batch size."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick,
 from lightning_tricks.distributed.open_gradients import local_open_gradients
 from lightning_tricks.functional.clipping import gradient_norm
 from lightning_tricks.functional.micro_batching import num_samples
-from lightning_tricks.functional.noise_scale import NoiseScale
+from lightning_tricks.functional.noise_scale import FirstOfWindow, NoiseScale
 
 __all__ = ["GradientNoiseScaleMonitor"]
 
@@ -28,8 +29,9 @@ class GradientNoiseScaleMonitor(Trick):
     almost nothing. It needs windows of two micro-batches or more: `GradientAccumulation`, or
     ``Trainer(accumulate_grad_batches=...)``.
 
-    Logs ``noise/scale``, in samples, or in what ``GradientAccumulation(weigh_by=...)`` counts; nan as long as the
-    estimate is not positive, as it may be in the first steps.
+    Logs ``noise/scale``, in samples, or in what a function given to ``GradientAccumulation(weigh_by=...)`` counts; nan
+    as long as the estimate is not positive, as it may be in the first steps. Lightning's own windows teach it only
+    where their micro-batches are of one size, since else their gradient is not that of the union.
 
     Args:
         decay: of the averages over the steps, in (0, 1).
@@ -63,9 +65,11 @@ class GradientNoiseScaleMonitor(Trick):
     @override
     def reset(self) -> None:
         self._noise = NoiseScale(self.decay)
-        self._first: Tensor | None = None  # of the window's first gradient: squared norm, 1 / samples, samples, and 1
+        self._first: FirstOfWindow | None = None
         self._samples = 0.0  # of the window so far
         self._of_batch = 0.0
+        self._is_exact = False  # whether the window's gradient is that of its union
+        self._is_even = True  # whether its micro-batches are of one size
         self._is_common = False  # whether the first gradient is that of all ranks
         self._measured: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
@@ -80,8 +84,9 @@ class GradientNoiseScaleMonitor(Trick):
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        decides = any(isinstance(one, Trick) and one.count_steps(1, 1) is not None for one in callbacks_of(trainer))
-        if trainer.accumulate_grad_batches == 1 and not decides:
+        tricks = [one for one in callbacks_of(trainer) if isinstance(one, Trick)]
+        self._is_exact = any(one.count_steps(1, 1) is not None for one in tricks)
+        if trainer.accumulate_grad_batches == 1 and not self._is_exact:
             rank_zero_warn(
                 f"{type(self).__name__} finds nothing to compare: each window is one batch. List GradientAccumulation"
             )
@@ -95,11 +100,14 @@ class GradientNoiseScaleMonitor(Trick):
         if saved is not None:
             device = trainer.strategy.root_device
             self._noise.load_state_dict(saved["noise"], device)
-            self._first = None if saved["first"] is None else saved["first"].to(device)
+            first = saved["first"]
+            self._first = None if first is None else FirstOfWindow(first[0].to(device), first[1])
             self._samples = saved["samples"]
         if window.num_losses == 0:
             self._first, self._samples = None, 0.0
-        self._of_batch = float(num_samples(batch)) if window.weight is None else window.weight
+        samples = float(num_samples(batch)) if window.weight is None else window.weight
+        self._is_even = window.num_losses == 0 or (self._is_even and samples == self._of_batch)
+        self._of_batch = samples
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,24 +120,27 @@ class GradientNoiseScaleMonitor(Trick):
         norm = gradient_norm(gradients) * (trainer.accumulate_grad_batches / window.gradient_share)
         scaler = loss_scaler(trainer)
         square = (norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))).square()
-        samples = torch.full_like(square, self._of_batch)
-        self._first = torch.stack([square, 1 / samples, samples, torch.ones_like(square)])
+        self._first = FirstOfWindow(square, self._of_batch)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         self._measured = None
-        if current_window(trainer).num_losses < 2:
+        window, step = current_window(trainer), current_step(trainer, optimizer)
+        if window.num_losses < 2 or not step.parameters():
             return
-        square = current_step(trainer, optimizer).measured(gradient_norm).square()
-        first = torch.zeros(4, dtype=square.dtype, device=square.device) if self._first is None else self._first
-        sums = torch.cat([first, torch.full_like(first[:1], self._samples)])
+        norm = step.measured(gradient_norm)
+        if not self._is_exact:  # Lightning divides a short window by the number of a full one
+            norm = norm * (trainer.accumulate_grad_batches / window.num_losses)
+        samples = self._samples if self._is_exact or self._is_even else math.nan
+        none = FirstOfWindow.none(norm, samples)
+        sums = none if self._first is None else self._first.numbers(samples)
         if trainer.world_size > 1:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        small_square, inverse, samples_of_first, ranks, samples = sums
+        square, inverse, samples_of_first, ranks, samples_of_window = sums
         small = samples_of_first if self._is_common else ranks / inverse
-        self._measured = small_square / ranks, square, small, samples
+        self._measured = square / ranks, norm.double().square(), small, samples_of_window
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -149,20 +160,16 @@ class GradientNoiseScaleMonitor(Trick):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        first = None if self._first is None else self._first.cpu()
+        first = None if self._first is None else (self._first.square.cpu(), self._first.samples)
         return self._saved or {"noise": self._noise.state_dict(), "first": first, "samples": self._samples}
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.world_size == 1 or self._saved is not None:
-            return
-        # Only rank 0's state is saved: the mean of the ranks, in the place of each, has the same sum.
-        first = (torch.zeros(4) if self._first is None else self._first).to(trainer.strategy.root_device)
-        mine = torch.cat([first, torch.full_like(first[:1], self._samples)])
-        mean = trainer.strategy.reduce(mine, reduce_op="mean").cpu()
-        checkpoint["callbacks"][self.state_key] |= {"first": mean[:4], "samples": float(mean[4])}
+        if trainer.world_size > 1 and self._saved is None:
+            # Only rank 0's state is saved, which is not that of the others: an open window teaches nothing then.
+            checkpoint["callbacks"][self.state_key] |= {"first": None, "samples": math.nan}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from lightning_tricks._lightning import (
     accumulates,
     callbacks_of,
     is_logging_step,
+    logged_step,
     loss_scaler,
     module_overrides,
     set_callbacks,
@@ -213,15 +214,28 @@ class Conductor(Callback):
         """Log for all tricks, if the Trainer logs this batch and an optimizer stepped since it last did."""
         if not self._stepped or not is_logging_step(trainer) or accumulates(trainer):
             return
+        for key, value in self._metrics(trainer).items():
+            pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
+        self._stepped.clear()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the tricks complete what is open, and log the step that this may take: the module cannot any more."""
+        self._stepped.clear()
+        for trick in self.tricks:
+            trick.finish(trainer, pl_module)
+        if self._stepped:
+            values = {key: float(value) for key, value in self._metrics(trainer).items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=logged_step(trainer))
+
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {
             "step/applied": float(sum(ledger.applied for ledger in self.ledger)),
             "step/skipped": float(sum(ledger.skipped for ledger in self.ledger)),
         }
         for trick in self.tricks:
             values.update(trick.metrics(trainer, self._stepped))
-        for key, value in values.items():
-            pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
-        self._stepped.clear()
+        return values
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> OptimizerStep:
         """Begin to watch a step."""

@@ -71,6 +71,9 @@ class Trick(Callback):
     reads_loss: ClassVar[bool] = False
     """Whether it looks at `OptimizerStep.loss`, which is summed up for nobody else."""
 
+    rewinds: ClassVar[bool] = True
+    """Whether its state goes back where a guard rolls the run back. Not what it learned of the machine."""
+
     @property
     def scope(self) -> frozenset[int] | None:
         """Indices of the optimizers that the trick acts on, None for all."""
@@ -124,6 +127,14 @@ class Trick(Callback):
 
         Args:
             trainer: the Trainer.
+        """
+
+    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Complete what is open when training ends, before any callback's `on_train_end`.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
         """
 
     def weigh(self, batch: Any) -> float | None:

@@ -29,11 +29,13 @@ class Window:
         weight: what the current micro-batch counts, set by who weighs it; None where nobody does, and each counts 1.
         gradient_share: what its gradient is multiplied by, besides 1 / number of micro-batches and the loss scale.
         total_weight: the weight of the whole window on all ranks, None where nobody sums it up.
+        number: how many windows of this fit came before it.
     """
 
     weight: float | None = None
     gradient_share: float = 1.0
     total_weight: float | None = None
+    number: int = 0
     _before: _Sums = field(default_factory=_Sums)
     _batch: _Sums = field(default_factory=_Sums)
     _looked_at: bool = False
@@ -107,7 +109,8 @@ class Window:
         return self._sums.loss
 
     def close(self) -> None:
-        """Begin a new window: the step was taken, or left out."""
+        """Begin a new window: the step was taken, or left out, or the run went back."""
+        self.number += 1
         self._before, self._batch = _Sums(), _Sums()
         self.total_weight, self._looked_at = None, False
 

@@ -9,18 +9,22 @@ its own, gives the same sum at the window's end, so a checkpoint holds that: the
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_tricks.distributed.full_state import whole
-from lightning_tricks.distributed.sharding import units_of
+from lightning_tricks.distributed.sharding import drop_unreduced_gradients_, held_parameters, units_of
 
-__all__ = ["local_open_gradients", "mean_open_gradients", "put_open_gradients_", "take_open_gradients_"]
+__all__ = [
+    "drop_open_gradients_",
+    "local_open_gradients",
+    "mean_open_gradients",
+    "put_open_gradients_",
+    "take_open_gradients_",
+]
 
 
 def local_open_gradients(module: nn.Module) -> tuple[list[Tensor], bool]:
@@ -42,33 +46,31 @@ def mean_open_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         module: sharded or not, inside of a window.
 
     Yields:
-        The name of each parameter that has a gradient on some rank, and the whole mean.
+        The name of each parameter that has a gradient on some rank, and the whole mean, in fp32 at least.
     """
     unreduced = _unreduced_of_units(module)
     parameters = dict(module.named_parameters())
     several = dist.is_initialized() and dist.get_world_size() > 1
-    parts = {name: _parts(one, unreduced.get(one)) for name, one in parameters.items()}
     # On each rank other parameters may have been used.
-    used = torch.tensor([[part is not None for part in parts[name]] for name in parameters], dtype=torch.int32)
+    has = [[part is not None for part in _parts(one, unreduced)] for one in parameters.values()]
+    used = torch.tensor(has, dtype=torch.int32)
     if several:
-        device = next((one.device for one in parameters.values()), torch.device("cpu"))
-        used = used.to(device)
+        used = used.to(next(iter(parameters.values())).device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
-    for (name, parameter), (local, reduced) in zip(parameters.items(), used.tolist(), strict=True):
-        mine, common = parts[name]
-        mean = None
-        if local:
-            mean = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for (name, parameter), (own, common) in zip(parameters.items(), used.tolist(), strict=True):
+        mine, shared = _parts(parameter, unreduced)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)  # the same on every rank
+        mean = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        if own:
             if mine is not None:
-                mean = mean.to(mine.dtype).copy_(mine)
+                mean.copy_(mine.to_dense() if mine.is_sparse else mine)
             if several:
                 dist.all_reduce(mean)
-                mean = mean / dist.get_world_size()
-        if reduced:
-            assert common is not None
-            gathered = whole(common)
-            mean = gathered.clone() if mean is None else mean + gathered
-        if mean is not None:
+                mean /= dist.get_world_size()
+        if common:
+            assert shared is not None
+            mean += whole(shared)
+        if own or common:
             yield name, mean
 
 
@@ -78,7 +80,12 @@ def take_open_gradients_(module: nn.Module) -> None:
     Args:
         module: sharded or not, inside of a window.
     """
-    put_open_gradients_(module, dict(mean_open_gradients(module)))
+    if not dist.is_initialized() or (dist.get_world_size() == 1 and not units_of(module)):
+        return
+    parameters = dict(module.named_parameters())
+    for name, mean in mean_open_gradients(module):
+        _put(parameters[name], mean)
+    drop_unreduced_gradients_(module)
 
 
 def put_open_gradients_(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
@@ -98,45 +105,46 @@ def put_open_gradients_(module: nn.Module, gradients: Mapping[str, Tensor]) -> N
                 f"expected the gradients of an open window of this module, got one of {name} with the shape "
                 f"{tuple(gradient.shape)}: the checkpoint is of another model"
             )
-    for unit in units_of(module):
-        for one in _params_of(unit):
-            one.unsharded_accumulated_grad = None
-            if hasattr(one, "_unsharded_param"):
-                one._unsharded_param.grad = None
-    for name, parameter in parameters.items():
-        given = gradients.get(name)
-        if given is None:
-            parameter.grad = None
-        elif isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            whole_gradient = given.to(mesh.device_type, parameter.dtype)
-            shard = distribute_tensor(whole_gradient, mesh, parameter.placements, src_data_rank=None)
-            parameter.grad = shard.to(parameter.device)
-        else:
-            parameter.grad = given.to(parameter.device, parameter.dtype, copy=True)
+    drop_open_gradients_(module)
+    for name, gradient in gradients.items():
+        _put(parameters[name], gradient)
 
 
-def _parts(parameter: Tensor, unreduced: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def drop_open_gradients_(module: nn.Module) -> None:
+    """Forget all gradients, also those of FSDP2 that `zero_grad` does not reach.
+
+    Args:
+        module: sharded or not.
+    """
+    drop_unreduced_gradients_(module)
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def _put(parameter: Tensor, gradient: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        gradient = gradient.to(mesh.device_type, parameter.dtype)
+        shard = distribute_tensor(gradient, mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = shard.to(parameter.device)
+    else:
+        parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+
+
+def _parts(parameter: Tensor, unreduced: Mapping[Tensor, Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """This rank's own gradient, and that which the ranks have in common already."""
     if isinstance(parameter, DTensor):
-        return unreduced, parameter.grad
+        return unreduced.get(parameter), parameter.grad
     return parameter.grad, None
-
-
-def _params_of(unit: FSDPModule) -> Iterator[Any]:
-    """What FSDP2 keeps of each parameter of a unit. Private: torch 2.13 and 2.14."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        yield from group.fsdp_params
 
 
 def _unreduced_of_units(module: nn.Module) -> dict[Tensor, Tensor]:
     """The gradients that FSDP2 holds unsharded, by the sharded parameter."""
     found: dict[Tensor, Tensor] = {}
-    for unit in units_of(module):
-        for one in _params_of(unit):
-            gradient = one.unsharded_accumulated_grad
-            if gradient is None and hasattr(one, "_unsharded_param"):
-                gradient = one._unsharded_param.grad
-            if gradient is not None:
-                found[one.sharded_param] = gradient
+    for held in held_parameters(module):
+        gradient = held.unsharded_accumulated_grad
+        if gradient is None and hasattr(held, "_unsharded_param"):
+            gradient = held._unsharded_param.grad
+        if gradient is not None:
+            found[held.sharded_param] = gradient
     return found

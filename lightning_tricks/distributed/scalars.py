@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankReduction", "host_group"]
+__all__ = ["RankReduction", "close_group", "host_group"]
 
 
 def host_group() -> Any:
@@ -20,6 +20,16 @@ def host_group() -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "gloo":
         return None
     return dist.new_group(backend="gloo")
+
+
+def close_group(group: Any) -> None:
+    """Give back what `host_group` returned.
+
+    Args:
+        group: that.
+    """
+    if group is not None:
+        dist.destroy_process_group(group)
 
 
 class RankReduction:

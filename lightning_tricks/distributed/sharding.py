@@ -14,6 +14,7 @@ import functools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,6 +43,8 @@ __all__ = [
     "apply_forward_methods",
     "average_kept_gradients_",
     "broadcast_buffers_",
+    "drop_unreduced_gradients_",
+    "held_parameters",
     "move_unsharded_",
     "refuse_optimizer",
     "refuse_scaler",
@@ -176,15 +179,10 @@ def reset_(module: nn.Module) -> None:
         ValueError: parts of the module were built anew since it was sharded.
     """
     for unit in units_of(module):
-        state = unit._get_fsdp_state()  # private names of torch 2.13, here and below
-        if state._is_root:
+        if unit._get_fsdp_state()._is_root:  # private names of torch 2.13
             unit.reset_iter_state()
         unit.reshard()
-        for group in state._fsdp_param_groups:
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+    drop_unreduced_gradients_(module)
     kept = _SHARDED[module].kept
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor) and name not in kept:
@@ -192,6 +190,29 @@ def reset_(module: nn.Module) -> None:
                 f"expected the module as an earlier run sharded it, got {name} that is not sharded: it was built anew "
                 "since. Let configure_model return at once where the layers exist already"
             )
+
+
+def held_parameters(module: nn.Module) -> Iterator[Any]:
+    """What FSDP2 keeps of each parameter that it shards. Private names of torch 2.13.
+
+    Args:
+        module: the model.
+    """
+    for unit in units_of(module):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def drop_unreduced_gradients_(module: nn.Module) -> None:
+    """Forget the gradients of a window that was left open: they lie where `zero_grad` does not reach.
+
+    Args:
+        module: the model.
+    """
+    for held in held_parameters(module):
+        held.unsharded_accumulated_grad = None
+        if hasattr(held, "_unsharded_param"):
+            held._unsharded_param.grad = None
 
 
 def move_unsharded_(module: nn.Module, device: torch.device) -> None:

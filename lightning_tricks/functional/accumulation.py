@@ -128,7 +128,7 @@ class AccumulationSchedule:
 
     def _steps_to_next_size(self, step: int) -> int:
         following = bisect_right(self._starts, step)
-        return sys.maxsize if self.by_epoch or following == len(self._starts) else self._starts[following] - step
+        return sys.maxsize if following == len(self._starts) else self._starts[following] - step
 
 
 def scale_gradient_of(loss: Tensor, factor: float) -> None:

@@ -6,15 +6,16 @@ augmentation break that, each in a way of its own; what is found is named.
 **Cost**: two backward passes of the whole batch and one of its parts.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks.functional.accumulation import batchnorm_layers
-from lightning_tricks.functional.batch_weights import check_weight
-from lightning_tricks.functional.micro_batching import num_samples, split_batch
+from lightning_tricks.functional.batch_weights import check_weight, resolve_weigher
+from lightning_tricks.functional.micro_batching import split_batch
 from lightning_tricks.functional.split_backward import SavedBuffers, loss_of
 
 __all__ = ["assert_accumulation_equivalent"]
@@ -31,7 +32,7 @@ def assert_accumulation_equivalent(
     batch: Any,
     *,
     num_micro_batches: int,
-    weigh_by: Literal["samples"] | Callable[[Any], Any] = "samples",
+    weigh_by: str | Callable[[Any], Any] = "samples",
 ) -> None:
     """Raise AssertionError unless accumulating over parts of a batch gives the gradient of the whole. For your tests.
 
@@ -42,7 +43,7 @@ def assert_accumulation_equivalent(
         module: a LightningModule, or any module with ``training_step(batch, batch_idx)``, whose loss has a gradient.
         batch: a training batch, on the module's device, of at least `num_micro_batches` samples.
         num_micro_batches: how many parts to cut it into, 2 or more.
-        weigh_by: what a part counts: ``"samples"``, or a function of it, as for `GradientAccumulation`.
+        weigh_by: what a part counts, as for `GradientAccumulation`. Parts that count nothing are left out.
 
     Raises:
         AssertionError: names the parameters whose gradients differ most, and what is likely to be the reason.
@@ -58,17 +59,24 @@ def assert_accumulation_equivalent(
         raise TypeError(f"expected a module with a training_step, got {type(module).__name__}")
     if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 2:
         raise ValueError(f"expected `num_micro_batches` to be an int of at least 2, got {num_micro_batches!r}")
-    parts = split_batch(batch, num_micro_batches)
-    weigh = num_samples if weigh_by == "samples" else weigh_by
-    weights = [check_weight(weigh(one)) for one in parts]
+    parts, _ = split_batch(batch, num_micro_batches)
+    weigh = resolve_weigher(weigh_by)
+    weights = [1.0 if weigh is None else check_weight(weigh(one)) for one in parts]
+    if not sum(weights):
+        raise ValueError("expected a batch in which something counts, got weights of 0 for all of its parts")
     before = {one: one.grad for one in module.parameters()}
     buffers = SavedBuffers(module)
+
+    step: Any = module.training_step
+    more = [0] if len(inspect.signature(step).parameters) > 1 else []  # batch_idx may be left out
 
     def gradients(*batches: Any, shares: Sequence[float], seed: int = 0) -> _Gradients:
         module.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         for one, share in zip(batches, shares, strict=True):
-            loss = loss_of(module.training_step(one, 0))  # type: ignore[operator]
+            if not share:
+                continue
+            loss = loss_of(step(one, *more))
             if not isinstance(loss, Tensor):
                 raise TypeError(f"expected training_step to return a loss, got {loss!r}")
             (loss * share).backward()  # type: ignore[no-untyped-call]
@@ -81,7 +89,7 @@ def assert_accumulation_equivalent(
             whole = gradients(batch, shares=[1.0])
             again = gradients(batch, shares=[1.0], seed=1)
             weighted = gradients(*parts, shares=[weight / sum(weights) for weight in weights])
-            summed = gradients(*parts, shares=[1.0] * len(parts))
+            summed = gradients(*parts, shares=[float(weight > 0) for weight in weights])
         finally:
             buffers.restore_()
             for parameter, gradient in before.items():
@@ -92,7 +100,8 @@ def assert_accumulation_equivalent(
     reasons = list(_reasons(module, whole, again, summed))
     worst = sorted(errors, key=errors.__getitem__, reverse=True)
     shown = "\n".join(
-        f"  {name}: differs by {errors[name] * _tolerance(whole[name]):.2g} of its norm" for name in worst[:_SHOWN]
+        f"  {name}: differs by {errors[name] * _tolerance((weighted | whole)[name]):.2g} of its norm"
+        for name in worst[:_SHOWN]
     )
     raise AssertionError(
         f"the gradient of {num_micro_batches} micro-batches is not that of the whole batch, in "
@@ -122,10 +131,11 @@ def _errors(expected: _Gradients, got: _Gradients) -> dict[str, float]:
     """By parameter, the difference in units of what rounding may do."""
     total = torch.stack([one.detach().double().norm() for one in expected.values()]).norm() if expected else 0.0
     errors = {}
-    for name, one in expected.items():
-        other = got.get(name)
+    for name in expected | got:
+        present = [gradients[name] for gradients in (expected, got) if name in gradients]
+        one, other = present[0], present[1] if len(present) > 1 else torch.zeros_like(present[0])
         norm = one.double().norm()
-        difference = norm if other is None else (one.double() - other.double()).norm()
+        difference = (one.double() - other.double()).norm()
         errors[name] = float(difference / (_tolerance(one) * norm.clamp(min=1e-6 * total)))
         if errors[name] != errors[name]:
             errors[name] = float("inf")

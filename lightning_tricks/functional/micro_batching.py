@@ -53,19 +53,22 @@ def parts_needed(samples: int, max_size: int) -> int:
     return max(math.ceil(samples / max_size), 1)
 
 
-def split_batch(batch: Any, num_parts: int) -> list[Any]:
+def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
     """Cut a batch into parts of the same structure whose sizes differ by one at most.
 
     Args:
         batch: as for `num_samples`.
         num_parts: how many, at most the number of samples.
 
+    Returns:
+        The parts, and how many samples each has.
+
     Raises:
         TypeError, ValueError: as `num_samples`; there are fewer samples than parts.
 
     Example:
         >>> split_batch({"x": torch.arange(3), "scale": 2.0}, 2)
-        [{'x': tensor([0, 1]), 'scale': 2.0}, {'x': tensor([2]), 'scale': 2.0}]
+        ([{'x': tensor([0, 1]), 'scale': 2.0}, {'x': tensor([2]), 'scale': 2.0}], [2, 1])
     """
     samples, lists_hold_samples = _layout(batch)
     if num_parts > samples:
@@ -74,10 +77,11 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     # The larger parts come first, as in `torch.tensor_split`.
     sizes = sorted((end - start for start, end in itertools.pairwise(ends)), reverse=True)
     starts = [sum(sizes[:part]) for part in range(num_parts)]
-    return [
+    parts = [
         _slice(batch, start, start + size, samples, lists_hold_samples)
         for start, size in zip(starts, sizes, strict=True)
     ]
+    return parts, sizes
 
 
 def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int]) -> Any:
@@ -89,11 +93,9 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
         sizes: the part's number of samples, by which tensors of one entry a sample are told.
 
     Returns:
-        Tensors of one entry a sample are joined along the first dimension, scalars are averaged by `shares`; mappings,
-        lists and tuples are joined by their entries; of what is equal in all parts one is returned.
-
-    Raises:
-        TypeError: something is none of these.
+        Tensors of one entry a sample are joined along the first dimension, scalars of floats are averaged by `shares`;
+        mappings, lists and tuples are joined by their entries; of what is equal in all parts one is returned; of
+        anything else a list with an entry for each part.
 
     Example:
         >>> join_outputs([{"n": torch.ones(2)}, {"n": torch.zeros(1)}], [2 / 3, 1 / 3], [2, 1])
@@ -101,28 +103,23 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return sum(one.detach() * share for one, share in zip(outputs, shares, strict=True))
-        if all(one.shape[0] == size for one, size in zip(outputs, sizes, strict=True)):
-            return torch.cat([one.detach() for one in outputs])
+        if first.dim() and all(one.shape[:1] == (size,) for one, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+        if not first.dim() and first.is_floating_point():
+            return sum(one * share for one, share in zip(outputs, shares, strict=True))
     elif isinstance(first, float):
         return sum(one * share for one, share in zip(outputs, shares, strict=True))
     elif isinstance(first, Mapping):
-        joined = {key: join_outputs([one[key] for one in outputs], shares, sizes) for key in first}
-        return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
+        if all(one.keys() == first.keys() for one in outputs):
+            joined = {key: join_outputs([one[key] for one in outputs], shares, sizes) for key in first}
+            return _mapping_like(first, joined)
     elif isinstance(first, list) and all(len(one) == size for one, size in zip(outputs, sizes, strict=True)):
         return [entry for one in outputs for entry in one]
     elif isinstance(first, (list, tuple)) and len({len(one) for one in outputs}) == 1:
-        entries = [join_outputs(list(column), shares, sizes) for column in zip(*outputs, strict=True)]
-        return _sequence_like(first, entries)
+        return _sequence_like(first, [join_outputs(one, shares, sizes) for one in zip(*outputs, strict=True)])
     elif (first is None or isinstance(first, (str, int))) and all(one == first for one in outputs):
         return first
-    raise TypeError(
-        "expected what training_step returns besides the loss to be tensors of one entry a sample, scalars, or "
-        f"mappings and lists of these, so that it can be joined over {len(outputs)} micro-batches, got "
-        f"{describe(first)}. "
-        "Return the loss alone, or use a smaller batch instead of micro-batches"
-    )
+    return list(outputs)
 
 
 def describe(batch: Any, *, depth: int = 0) -> str:
@@ -184,7 +181,7 @@ def _holds_tensors(batch: Any) -> bool:
 def _layout(batch: Any) -> tuple[int, bool]:
     """The number of samples, and whether lists inside of the batch hold one entry a sample though they hold tensors.
 
-    Such are images of different sizes, and the targets of a detector. They are told by tensors that do not agree.
+    Such are the images and targets of a detector. They are told by tensors that do not agree.
     """
     found: dict[str, int] = {}
     for lists_hold_samples in (False, True):
@@ -198,6 +195,8 @@ def _layout(batch: Any) -> tuple[int, bool]:
         samples = counts - {1} or {1}
         if len(samples) == 1:
             (size,) = samples
+            if not lists_hold_samples:
+                _refuse_two_readings(batch, size)
             _refuse_other_lengths(batch, "", size, lists_hold_samples, whole=batch)
             return size, lists_hold_samples
         found = found or sizes
@@ -205,6 +204,28 @@ def _layout(batch: Any) -> tuple[int, bool]:
     raise ValueError(
         f"expected a batch whose tensors agree on the number of samples, their first dimension, got {shown} in "
         f"{describe(batch)}. Put what belongs to all samples into a tensor without a dimension or with a first one of 1"
+    )
+
+
+def _refuse_two_readings(batch: Any, samples: int) -> None:
+    """Raise if lists of images could as well be read as one entry a sample, with another number of samples."""
+    try:
+        others = set(dict(_sizes(batch, "", True, depth=0)).values())
+    except TypeError:
+        return
+    if others != {samples} and len(others) == 1 and _holds_lists_of_images(batch):
+        raise ValueError(
+            f"expected a batch that can be read in one way, got {describe(batch)}: the samples may be the {samples} of "
+            f"the tensors' first dimension or the {others.pop()} of the lists' length. Stack the tensors of a list, or "
+            "add one with an entry for each sample to the batch"
+        )
+
+
+def _holds_lists_of_images(batch: Any) -> bool:
+    """Whether a list inside of a batch holds nothing but tensors of three dimensions."""
+    lists = [one for _, one in _children(batch) if isinstance(one, (list, tuple)) and one]
+    return any(all(isinstance(one, Tensor) and one.dim() == 3 for one in entries) for entries in lists) or any(
+        _holds_lists_of_images(one) for _, one in _children(batch)
     )
 
 

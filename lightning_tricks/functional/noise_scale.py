@@ -21,7 +21,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NoiseScale"]
+__all__ = ["FirstOfWindow", "NoiseScale"]
+
+
+@dataclass
+class FirstOfWindow:
+    """The first micro-batch of a window beside all of it, on one rank; sums over the ranks join them.
+
+    Args:
+        square: scalar, the squared norm of its mean gradient.
+        samples: how many it has.
+
+    Example:
+        >>> first = FirstOfWindow(torch.tensor(4.0), 2.0)
+        >>> first.numbers(samples=6.0)
+        tensor([4.0000, 0.5000, 2.0000, 1.0000, 6.0000], dtype=torch.float64)
+    """
+
+    square: Tensor
+    samples: float
+
+    def numbers(self, samples: float) -> Tensor:
+        """Return what is summed over the ranks: squared norm, 1 / samples, samples, 1; and samples of the window.
+
+        Args:
+            samples: of the window.
+        """
+        return torch.stack([self.square.double(), *_filled(self.square, 1 / self.samples, self.samples, 1.0, samples)])
+
+    @staticmethod
+    def none(like: Tensor, samples: float) -> Tensor:
+        """Return the numbers of a rank that measured nothing.
+
+        Args:
+            like: a scalar on the device.
+            samples: of the window.
+        """
+        return torch.stack(_filled(like, 0.0, 0.0, 0.0, 0.0, samples))
+
+
+def _filled(like: Tensor, *values: float) -> list[Tensor]:
+    """Scalars that are made on the device: copied there they would be waited for."""
+    return [torch.full((), value, dtype=torch.float64, device=like.device) for value in values]
 
 
 @dataclass
@@ -60,7 +101,11 @@ class NoiseScale:
         trace = (small_square - big_square) / (1 / small - 1 / big)  # not finite where both are of one size
         if self.trace is None or self.signal is None:  # both begin with zero, which their ratio does not see
             self.trace, self.signal = torch.zeros_like(trace), torch.zeros_like(signal)
-        enters = torch.isfinite(signal) & torch.isfinite(trace) & (torch.as_tensor(applied, device=trace.device) > 0)
+        enters = torch.isfinite(signal) & torch.isfinite(trace)
+        if isinstance(applied, Tensor):
+            enters &= applied.to(enters.device) > 0
+        elif not applied:
+            return
         share = torch.where(enters, 1 - self.decay, 0.0).to(trace.dtype)
         self.trace = self.trace.lerp(torch.where(enters, trace, 0.0), share)
         self.signal = self.signal.lerp(torch.where(enters, signal, 0.0), share)

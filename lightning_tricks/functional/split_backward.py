@@ -31,15 +31,19 @@ class SavedBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.buffers = list(module.buffers())
-        with torch.no_grad():
-            self.copies = [buffer.clone() for buffer in self.buffers]
+        self._saved = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()  # by name: a forward may put another tensor there
+            if buffer is not None
+        ]
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Write the copies back."""
-        for buffer, before in zip(self.buffers, self.copies, strict=True):
+        """Put the buffers back where they were, with the values that they had."""
+        for owner, name, buffer, before in self._saved:
             buffer.copy_(before)
+            owner._buffers[name] = buffer
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -56,7 +60,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def run_parts(
-    step: Callable[[Any], Any],
+    step: Callable[[int, Any], Any],
     parts: Sequence[Any],
     weights: Sequence[float],
     parameters: Iterable[nn.Parameter],
@@ -68,7 +72,7 @@ def run_parts(
     """Run the parts of a batch, and return their weighted mean loss with one gradient for all of them.
 
     Args:
-        step: gets a part and returns what `loss_of` understands.
+        step: gets a part's index and the part, and returns what `loss_of` understands.
         parts: of the batch.
         weights: what each counts, from 0 on; what counts nothing changes nothing, also where its loss is nan.
         parameters: whose gradients to sum.
@@ -85,7 +89,7 @@ def run_parts(
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> parts = torch.tensor([1.0, 2.0]), torch.tensor([6.0])
-        >>> mean = lambda part: (part * weight).mean()
+        >>> mean = lambda index, part: (part * weight).mean()
         >>> loss, *_ = run_parts(mean, parts, [2, 1], [weight], backward=torch.Tensor.backward)
         >>> loss.backward()
         >>> float(loss), weight.grad
@@ -105,7 +109,7 @@ def run_parts(
     counted = 0.0
     try:
         for index in order:
-            output = step(parts[index])
+            output = step(index, parts[index])
             loss = loss_of(output)
             outputs[index] = _without_graph(output)
             if loss is None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_tricks as lt
 from tests import accumulation_cases as cases
 from tests.accumulation_cases import Transformer, large_batch_run, largest_relative_error, run, token_batches, tokens
+from tests.contract_table import LbfgsNet
 from tests.models import FixedGradients, Net, assert_same, fit, fp16, loader, seeded, weights
 from tests.models import trainer as quiet_trainer
 
@@ -401,6 +402,13 @@ def test_a_batch_that_is_tried_again_counts_once() -> None:
                 super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     assert steps_of(TriesAgain([[1.0], [2.0]]), lt.GradientAccumulation(1)) == [[1.0], [2.0]]
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_counts_a_batch_once() -> None:
+    ours, plain = seeded(LbfgsNet), seeded(LbfgsNet)
+    fit(ours, lt.GradientAccumulation(1), data=loader(26))  # the last batch is smaller
+    fit(plain, data=loader(26))
+    assert_same(weights(ours), weights(plain), rtol=0, atol=1e-5)
 
 
 def test_a_fit_after_one_that_failed_begins_a_new_window() -> None:

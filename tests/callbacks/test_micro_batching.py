@@ -1,18 +1,19 @@
 """Batches cut into micro-batches within a step."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
 from tests import accumulation_cases, micro_batching_cases
 from tests.accumulation_cases import Transformer, count_tokens, large_batch_run, largest_relative_error, token_batches
 from tests.micro_batching_cases import CONTAINERS, EXTRAS, Limited, Run, faults_of_all, fit_run
-from tests.models import Net, assert_same, fit, fp16, seeded, weights
+from tests.models import Net, assert_same, fit, fp16, loader, seeded, weights
 from tests.models import trainer as quiet_trainer
 
 runs = st.builds(
@@ -77,7 +78,6 @@ def test_other_errors_pass_through(error: type[Exception], size) -> None:
     run = Run(("list",), "nothing", (8,), capacity=4, fails_on=0, at_call=0, in_backward=False)
     module = Limited(run, error).double()
     data = DataLoader(micro_batching_cases.batches_of(run, 0), batch_size=None)
-    module.run = Run(**{**vars(run), "capacity": 4})
     words = "CUDA out of memory" if error is ValueError else "no memory here"
     module.training_step = _raises(error, words)  # of a kind that says nothing of memory
     with pytest.raises(error, match=words):
@@ -108,6 +108,28 @@ def test_parts_are_weighed_as_the_batches_are(size, steps: int) -> None:
 def test_they_are_on_two_ranks(strategy: str, two_processes) -> None:
     for error in two_processes.run(accumulation_cases.error_in_parts, strategy):
         assert error < 1e-12
+
+
+def test_they_are_on_two_ranks_under_a_loss_scaler(two_processes) -> None:
+    for strategy in ("ddp", "fsdp2"):
+        for error in two_processes.run(accumulation_cases.error_in_parts, strategy, scaled=True):
+            assert error < 3e-2
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_backwards_run_outside_of_autocast(size) -> None:
+    class Looks(Net):
+        def loss(self, batch):
+            self.forward_is_cast = torch.is_autocast_enabled("cpu")
+            loss = super().loss(batch)
+            loss.register_hook(lambda gradient: self.seen.append(torch.is_autocast_enabled("cpu")))
+            return loss
+
+    module = Looks()
+    module.seen = []
+    fit(module, lt.MicroBatching(size), precision="bf16-mixed", limit_train_batches=1)
+    assert module.forward_is_cast
+    assert module.seen == [False] * (2 if size == 2 else 1)
 
 
 def test_under_a_loss_scaler_and_windows() -> None:
@@ -174,13 +196,70 @@ def test_the_outputs_are_joined() -> None:
     assert (parts.outputs["size"], parts.outputs["kind"]) == (2.0, "train")
 
 
-def test_what_cannot_be_joined_is_an_error() -> None:
-    class ReturnsMore(Net):
-        def training_step(self, batch, batch_idx):
-            return {"loss": super().training_step(batch, batch_idx), "model": nn.Linear(1, 1)}
+def logged(*tricks: lt.Trick, module: pl.LightningModule, data=None) -> dict[str, float]:
+    trainer = fit(module, *tricks, data=data, max_epochs=1, limit_train_batches=3)
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("own")}
 
-    with pytest.raises(TypeError, match="joined over 2 micro-batches, got Linear"):
-        fit(ReturnsMore(), lt.MicroBatching(3))
+
+class LogsMuch(Net):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own/mean", loss, on_epoch=True)
+        self.log("own/count", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log_dict({"own/max": batch[0].max(), "own/named": loss}, on_epoch=True, reduce_fx="max", batch_size=1)
+        return loss
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_what_training_step_logs_is_that_of_the_whole_batch(size) -> None:
+    data = loader(batch_size=10)
+    whole = logged(module=seeded(LogsMuch), data=data)
+    parts = logged(lt.MicroBatching(size), module=seeded(LogsMuch), data=data)
+    different = {"own/named", "own/named_step", "own/named_epoch"}  # the largest of the parts' means
+    assert {key: parts[key] for key in parts.keys() - different} == pytest.approx(
+        {key: whole[key] for key in whole.keys() - different}, rel=1e-5
+    )
+    assert parts["own/count"] == 28.0
+
+
+def test_an_attempt_that_fails_logs_nothing() -> None:
+    class FailsThenLogs(Limited):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("own", float(self.calls), on_step=False, on_epoch=True, reduce_fx="sum")
+            return loss
+
+    run = Run(("list",), "nothing", (8,), capacity=8, fails_on=0, at_call=1, in_backward=True)
+    module = seeded(lambda: FailsThenLogs(run)).double()
+    trainer = quiet_trainer(lt.MicroBatching())
+    trainer.fit(module, DataLoader(micro_batching_cases.batches_of(run, 0), batch_size=None))
+    assert float(trainer.callback_metrics["own"]) == 2 + 3
+
+
+def test_logs_that_communicate_do_so_once_a_batch(two_processes) -> None:
+    """Ranks that cut into another number of parts, or of which one runs out of memory, would wait for ever."""
+    for found in two_processes.run(micro_batching_cases.logged_over_ranks):
+        assert found == [pytest.approx(found[0], rel=1e-12)] * 3
+
+
+def test_a_forward_that_communicates_refuses_auto() -> None:
+    module = Net()
+    module.norm = nn.SyncBatchNorm(8)  # which has no forward on CPUs
+    with pytest.raises(MisconfigurationException, match=r"SyncBatchNorm communicates.*Pass an int"):
+        lt.MicroBatching().on_fit_start(SimpleNamespace(world_size=2), module)
+    lt.MicroBatching(2).on_fit_start(SimpleNamespace(world_size=2), module)
+
+
+def test_a_buffer_that_the_forward_replaces_is_put_back() -> None:
+    class Replaces(Limited):
+        def training_step(self, batch, batch_idx):
+            self.seen = self.seen + 1
+            return super().training_step(batch, batch_idx)
+
+    run = Run(("list",), "nothing", (8,), capacity=8, fails_on=0, at_call=1, in_backward=False)
+    module = seeded(lambda: Replaces(run)).double()
+    quiet_trainer(lt.MicroBatching()).fit(module, DataLoader(micro_batching_cases.batches_of(run, 0), batch_size=None))
+    assert module.seen == 8 + 2  # both parts of the attempt that went well
 
 
 def test_a_batch_that_cannot_be_cut_shows_what_it_is() -> None:

@@ -31,8 +31,7 @@ def test_the_parts_are_the_batch(structure, extra, samples: int, data) -> None:
     num_parts = data.draw(st.integers(1, samples))
     x, y = torch.randn(samples, 3, 2), torch.arange(samples)
     batch = build(structure, extra, x, y)
-    parts = split_batch(batch, num_parts)
-    sizes = [num_samples(part) for part in parts] if samples > 1 and num_parts < samples else [1] * num_parts
+    parts, sizes = split_batch(batch, num_parts)
     assert num_samples(batch) == samples
     assert len(parts) == num_parts
     assert sum(sizes) == samples
@@ -50,12 +49,12 @@ def test_the_parts_are_the_batch(structure, extra, samples: int, data) -> None:
 
 def test_parts_needed_and_their_sizes() -> None:
     assert [parts_needed(n, 4) for n in (0, 1, 4, 5, 9)] == [1, 1, 1, 2, 3]
-    assert [len(part) for part in split_batch(torch.arange(10), 4)] == [3, 3, 2, 2]
+    assert split_batch(torch.arange(10), 4)[1] == [3, 3, 2, 2]
 
 
 def test_what_belongs_to_all_samples_goes_to_every_part() -> None:
     batch = {"x": torch.zeros(4, 2), "mask": torch.ones(1, 2), "scale": torch.tensor(2.0), "name": "train", "k": 3}
-    for part in split_batch(batch, 2):
+    for part in split_batch(batch, 2)[0]:
         assert len(part["x"]) == 2
         assert part["mask"] is batch["mask"]
         assert part["scale"] is batch["scale"]
@@ -67,7 +66,8 @@ def test_images_of_different_sizes_and_their_targets() -> None:
     targets = [{"boxes": torch.zeros(n, 4)} for n in (2, 0, 7)]
     batch = (images, targets)
     assert num_samples(batch) == 3
-    first, second = split_batch(batch, 2)
+    (first, second), sizes = split_batch(batch, 2)
+    assert sizes == [2, 1]
     assert [len(one) for one in first] == [2, 2]
     assert second[0][0] is images[2]
     assert second[1][0] is targets[2]
@@ -75,16 +75,16 @@ def test_images_of_different_sizes_and_their_targets() -> None:
 
 def test_arrays_and_mappings_of_other_kinds() -> None:
     batch = defaultdict(list, x=torch.zeros(4), array=np.arange(4), number=np.float32(1.0))
-    first, _ = split_batch(batch, 2)
+    (first, _), _ = split_batch(batch, 2)
     assert isinstance(first, defaultdict)
     assert first["missing"] == []
     assert first["array"].tolist() == [0, 1]
     assert first["number"] == 1.0
-    encoding = split_batch(BatchEncoding({"ids": torch.zeros(4, 2)}), 4)[0]
+    encoding = split_batch(BatchEncoding({"ids": torch.zeros(4, 2)}), 4)[0][0]
     assert isinstance(encoding, BatchEncoding)
     assert encoding.ids.shape == (1, 2)
-    assert isinstance(split_batch(OrderedDict(x=torch.zeros(2)), 2)[0], OrderedDict)
-    assert split_batch(Pair(torch.zeros(2), None), 2)[1].second is None
+    assert isinstance(split_batch(OrderedDict(x=torch.zeros(2)), 2)[0][0], OrderedDict)
+    assert split_batch(Pair(torch.zeros(2), None), 2)[0][1].second is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,19 @@ def test_outputs_are_joined_by_what_they_are() -> None:
     assert joined["n"][1] == 1
 
 
-@pytest.mark.parametrize("pair", [(object(), object()), (torch.ones(5), torch.ones(5)), ("a", "b")])
-def test_what_cannot_be_joined_is_an_error(pair) -> None:
-    with pytest.raises(TypeError, match="joined over 2 micro-batches, got"):
-        join_outputs(pair, [0.5, 0.5], [2, 2])
+@pytest.mark.parametrize("pair", [(object(), object()), (torch.ones(5), torch.ones(5)), ("a", "b"), (3, 2)])
+def test_of_what_cannot_be_joined_there_is_a_list(pair) -> None:
+    joined = join_outputs(pair, [0.5, 0.5], [2, 2])
+    assert type(joined) is list
+    assert all(one is other for one, other in zip(joined, pair, strict=True))
+
+
+def test_images_that_could_be_read_in_two_ways_are_refused() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(5)]
+    boxes = [{"box": torch.zeros(1, 4)} for _ in range(5)]
+    with pytest.raises(
+        ValueError, match=r"read in one way.* the 3 of the tensors' first dimension or the 5 of the lists"
+    ):
+        num_samples((images, boxes))
+    assert num_samples((images, boxes, torch.zeros(5))) == 5
+    assert num_samples({"pair": [torch.zeros(4, 2), torch.zeros(4)]}) == 4
