@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_tricks.functional.patching import Removable, patch_
+from lightning_tricks.functional.patching import Removable, patch_, swap_class_
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -38,6 +38,7 @@ __all__ = [
     "add_scheduler",
     "attach_logging",
     "batch_index",
+    "batches_begun",
     "callbacks_of",
     "callbacks_that_copy_the_module",
     "changes_batch_on_device",
@@ -213,6 +214,11 @@ def is_last_epoch(trainer: pl.Trainer) -> bool:
     return epochs is not None and epochs != -1 and int(trainer.fit_loop.epoch_progress.current.processed) + 1 >= epochs  # type: ignore[attr-defined]
 
 
+def batches_begun(trainer: pl.Trainer) -> int:
+    """How many training batches the run has fetched, those that are None included."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
 def unprocessed_batches(trainer: pl.Trainer) -> int:
     """How many batches were begun but not finished: 1 while one is trained on, and after an exception in it."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -259,25 +265,7 @@ def estimate_steps_by(trainer: pl.Trainer, count: Callable[[pl.Trainer], int]) -
         unbounded = self.max_epochs in (None, -1) or self.num_training_batches == float("inf")
         return batches if unbounded else count(self)
 
-    return _ClassSwap(trainer, kind, {"estimated_stepping_batches": property(estimated_stepping_batches)})
-
-
-class _ClassSwap:
-    """The handle of an object whose class was replaced by a subclass; it pickles and copies as its own class."""
-
-    def __init__(self, target: Any, kind: type, attributes: dict[str, Any]) -> None:
-        self.target, self.kind = target, kind
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        reduce = {"__reduce_ex__": lambda one, protocol: (_bare, (kind,), vars(one))}
-        target.__class__ = type(kind.__name__, (kind,), {**names, **reduce, **attributes})
-
-    def remove(self) -> None:
-        """Give the object its class back."""
-        self.target.__class__ = self.kind
-
-
-def _bare(kind: type) -> Any:
-    return object.__new__(kind)
+    return swap_class_(trainer, {"estimated_stepping_batches": property(estimated_stepping_batches)})
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_tricks._batchnorm import warn_of_batchnorm
 from lightning_tricks._lightning import (
     MisconfigurationException,
+    batches_begun,
     changes_batch_on_device,
     estimate_steps_by,
     has_static_graph,
@@ -44,7 +46,6 @@ from lightning_tricks.distributed.open_gradients import (
 from lightning_tricks.distributed.scalars import RankReduction
 from lightning_tricks.functional.accumulation import (
     AccumulationSchedule,
-    batchnorm_layers,
     discard_gradient_of,
     scale_gradient_of,
 )
@@ -126,6 +127,7 @@ class GradientAccumulation(Trick):
     def reset(self) -> None:
         self._trainer: pl.Trainer | None = None
         self._number = -1  # of the window
+        self._batch: int | None = None  # how many the run has begun, with the one that training last saw
         self._begun = False
         self._seen = 0  # micro-batches of the window so far, the current one included
         self._stepped = False  # whether the window ended with the current batch
@@ -182,7 +184,7 @@ class GradientAccumulation(Trick):
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._trainer, self._begun = trainer, False
+        self._trainer, self._begun, self._batch = trainer, False, None
         self._undo += steer_accumulation(trainer, is_open=self._is_open, is_first=self._is_first)
         if self._weigh is not None and not changes_batch_on_device(trainer, module):
             move = functools.partial(_weigh_then_move, self, trainer, trainer.strategy.batch_to_device)
@@ -194,14 +196,8 @@ class GradientAccumulation(Trick):
                 f"{type(self).__name__}: an epoch has {batches} batch(es), fewer than the {self.schedule.largest} of a "
                 "window, so that each epoch's end is a step. Pass carry_over=True to accumulate over it"
             )
-        names = batchnorm_layers(module) if self.schedule.largest > 1 else []
-        if names:
-            rank_zero_warn(
-                f"{type(self).__name__}: {len(names)} BatchNorm layer(s) see micro-batches, whose statistics are not "
-                f"those of the large batch: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. GroupNorm or "
-                "LayerNorm has none; Trainer(sync_batchnorm=True) takes them over all ranks; larger micro-batches come "
-                "closer"
-            )
+        if self.schedule.largest > 1:
+            warn_of_batchnorm(self, module)
 
     # Each batch
 
@@ -222,6 +218,7 @@ class GradientAccumulation(Trick):
         window = current_window(trainer)
         if self._begun:  # but never trained on, since a hook skipped the rest of the epoch
             self._seen -= 1
+        self._batch = batches_begun(trainer)
         if window.number != self._number:
             self._number, self._seen, self._stepped = window.number, 0, False
             self._size = self.schedule.at(self._applied(trainer), trainer.current_epoch)
@@ -253,7 +250,7 @@ class GradientAccumulation(Trick):
             return  # torch says so in a moment
         window = current_window(trainer)
         if window.weight == 0:
-            self._discarding = discard_gradient_of(loss)
+            self._discarding = discard_gradient_of(loss, pl_module.parameters())
         else:
             scale_gradient_of(loss, window.gradient_share)
 
@@ -298,10 +295,17 @@ class GradientAccumulation(Trick):
 
     def _is_open(self) -> bool:
         """Whether the window goes on after the current batch."""
-        assert self._trainer is not None
-        if self._stepped or self._ends_now or self._seen >= self._size:
+        trainer = self._trainer
+        assert trainer is not None
+        if self._ends_now:
             return False
-        return not is_last_batch(self._trainer) or (self.carry_over and not is_last_epoch(self._trainer))
+        if self._batch is None:  # of a run that is resumed, before its first batch
+            return self._seen > 0 and not self._stepped
+        if self._batch != batches_begun(trainer):  # the loader gave None, on which nobody trains
+            return True
+        if self._stepped or self._seen >= self._size:
+            return False
+        return not is_last_batch(trainer) or (self.carry_over and not is_last_epoch(trainer))
 
     def _applied(self, trainer: pl.Trainer) -> int:
         # Where the size does not depend on it, a verdict that only the device knows need not be read.
@@ -329,16 +333,19 @@ class GradientAccumulation(Trick):
     # The end, and checkpoints
 
     @override
-    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if not self._seen or self._stepped or not current_window(trainer).has_loss:
+    def finish(self, trainer: pl.Trainer, module: pl.LightningModule, *, training_ends: bool) -> None:
+        is_open = self._seen > 0 and not self._stepped and current_window(trainer).has_loss
+        if not is_open or (self.carry_over and not training_ends):
             return
-        # Training was stopped inside of a window: step with the micro-batches that there are.
+        # Training was stopped inside of a window, or the epoch's last batch was none: step with what there is.
         take_open_gradients_(module)
         if self._weigh is not None and trainer.world_size > 1:
             self._total = RankReduction(current_window(trainer).weight_sum, trainer.strategy.root_device)
         self._ends_now = True
-        step_without_a_batch(trainer)
-        self._ends_now = False
+        try:
+            step_without_a_batch(trainer)
+        finally:
+            self._ends_now = False
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

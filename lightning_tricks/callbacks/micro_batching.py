@@ -9,10 +9,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tricks._batchnorm import warn_of_batchnorm
 from lightning_tricks._deferred_log import DeferredLog
 from lightning_tricks._lightning import (
     MisconfigurationException,
@@ -25,8 +26,7 @@ from lightning_tricks._validation import check_int
 from lightning_tricks.composition import Summary, Touches, Trick, current_window, weigh_batch
 from lightning_tricks.distributed.scalars import RankReduction, close_group, host_group
 from lightning_tricks.distributed.sharding import units_of
-from lightning_tricks.functional.accumulation import batchnorm_layers
-from lightning_tricks.functional.micro_batching import join_outputs, num_samples, parts_needed, split_batch
+from lightning_tricks.functional.micro_batching import describe, join_outputs, num_samples, parts_needed, split_batch
 from lightning_tricks.functional.patching import Removable, patch_
 from lightning_tricks.functional.split_backward import SavedBuffers, run_parts
 
@@ -181,7 +181,9 @@ class MicroBatching(Trick):
         parts, sizes = split_batch(batch, num_parts) if num_parts > 1 else ([batch], [1])
         weights = [float(size) for size in sizes]
         if num_parts > 1:
-            self._warn_of_batchnorm(module)
+            if not self._warned:
+                warn_of_batchnorm(self, module)
+            self._warned = True
             given = [weigh_batch(trainer, part) for part in parts]
             weights = [size if weight is None else weight for weight, size in zip(given, weights, strict=True)]
         with DeferredLog(module) as log:
@@ -242,16 +244,6 @@ class MicroBatching(Trick):
         self._size, self._since, self._grown = max(math.ceil(tried / 2), self.min_size), 0, False
         self._retries += 1
         rank_zero_info(f"{type(self).__name__}: out of memory; the batch is done again in parts of {self._size}")
-
-    def _warn_of_batchnorm(self, module: pl.LightningModule) -> None:
-        names = [] if self._warned else batchnorm_layers(module)
-        self._warned = True
-        if names:
-            rank_zero_warn(
-                f"{type(self).__name__}: {len(names)} BatchNorm layer(s) see parts of a batch, whose statistics are "
-                f"not those of the whole: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. GroupNorm or "
-                "LayerNorm has none; a larger max_size comes closer"
-            )
 
     # After the run, and what others ask
 
@@ -316,7 +308,13 @@ def _step_by_parts(
 
 def _noted_step(log: DeferredLog, step: Callable[[Any], Any], index: int, part: Any) -> Any:
     log.part = index
-    return step(part)
+    output = step(part)
+    has_loss = isinstance(output, Tensor) or (isinstance(output, Mapping) and "loss" in output)
+    if not has_loss and output is not None:
+        raise MisconfigurationException(
+            f"expected training_step to return a tensor, a dict with the key 'loss', or None, got {describe(output)}"
+        )
+    return output
 
 
 def _output_of_batch(

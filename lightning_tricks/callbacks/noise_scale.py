@@ -17,7 +17,7 @@ from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick,
 from lightning_tricks.distributed.open_gradients import local_open_gradients
 from lightning_tricks.functional.clipping import gradient_norm
 from lightning_tricks.functional.micro_batching import num_samples
-from lightning_tricks.functional.noise_scale import FirstOfWindow, NoiseScale
+from lightning_tricks.functional.noise_scale import FirstOfWindow, NoiseScale, filled
 
 __all__ = ["GradientNoiseScaleMonitor"]
 
@@ -30,8 +30,7 @@ class GradientNoiseScaleMonitor(Trick):
     ``Trainer(accumulate_grad_batches=...)``.
 
     Logs ``noise/scale``, in samples, or in what a function given to ``GradientAccumulation(weigh_by=...)`` counts; nan
-    as long as the estimate is not positive, as it may be in the first steps. Lightning's own windows teach it only
-    where their micro-batches are of one size, since else their gradient is not that of the union.
+    as long as the estimate is not positive, as it may be in the first steps.
 
     Args:
         decay: of the averages over the steps, in (0, 1).
@@ -67,9 +66,9 @@ class GradientNoiseScaleMonitor(Trick):
         self._noise = NoiseScale(self.decay)
         self._first: FirstOfWindow | None = None
         self._samples = 0.0  # of the window so far
+        self._inverses = 0.0  # sum of 1 / samples of its micro-batches
         self._of_batch = 0.0
         self._is_exact = False  # whether the window's gradient is that of its union
-        self._is_even = True  # whether its micro-batches are of one size
         self._is_common = False  # whether the first gradient is that of all ranks
         self._measured: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
@@ -102,17 +101,16 @@ class GradientNoiseScaleMonitor(Trick):
             self._noise.load_state_dict(saved["noise"], device)
             first = saved["first"]
             self._first = None if first is None else FirstOfWindow(first[0].to(device), first[1])
-            self._samples = saved["samples"]
+            self._samples, self._inverses = saved["samples"], saved["inverses"]
         if window.num_losses == 0:
-            self._first, self._samples = None, 0.0
-        samples = float(num_samples(batch)) if window.weight is None else window.weight
-        self._is_even = window.num_losses == 0 or (self._is_even and samples == self._of_batch)
-        self._of_batch = samples
+            self._first, self._samples, self._inverses = None, 0.0, 0.0
+        self._of_batch = float(num_samples(batch)) if window.weight is None else window.weight
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         window = current_window(trainer)
         self._samples += self._of_batch
+        self._inverses += 1 / self._of_batch if self._of_batch else 0.0
         if window.num_losses != 1 or not self._of_batch or not accumulates(trainer):
             return
         gradients, self._is_common = local_open_gradients(pl_module)
@@ -133,21 +131,22 @@ class GradientNoiseScaleMonitor(Trick):
         norm = step.measured(gradient_norm)
         if not self._is_exact:  # Lightning divides a short window by the number of a full one
             norm = norm * (trainer.accumulate_grad_batches / window.num_losses)
-        samples = self._samples if self._is_exact or self._is_even else math.nan
-        none = FirstOfWindow.none(norm, samples)
-        sums = none if self._first is None else self._first.numbers(samples)
+        first = torch.stack(filled(norm, 0.0, 0.0, 0.0, 0.0)) if self._first is None else self._first.numbers()
+        sums = torch.cat([first, torch.stack(filled(norm, self._samples, self._inverses, window.num_losses))])
         if trainer.world_size > 1:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        square, inverse, samples_of_first, ranks, samples_of_window = sums
+        square, inverse, samples_of_first, ranks, samples, inverses, batches = sums
         small = samples_of_first if self._is_common else ranks / inverse
-        self._measured = square / ranks, norm.double().square(), small, samples_of_window
+        # Where batches of any size count the same, the noise is that of fewer samples, evenly spread.
+        big = batches.square() / inverses if window.weight is None else samples
+        self._measured = square / ranks, norm.double().square(), small, big
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         if self._measured is not None:
             small_square, big_square, small, big = self._measured
             self._noise.step(small_square, big_square, small=small, big=big, applied=step.applied)
-        self._first, self._measured, self._samples = None, None, 0.0
+        self._first, self._measured, self._samples, self._inverses = None, None, 0.0, 0.0
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Any) -> Mapping[str, float | Tensor]:
@@ -161,7 +160,12 @@ class GradientNoiseScaleMonitor(Trick):
     @override
     def state_dict(self) -> dict[str, Any]:
         first = None if self._first is None else (self._first.square.cpu(), self._first.samples)
-        return self._saved or {"noise": self._noise.state_dict(), "first": first, "samples": self._samples}
+        return self._saved or {
+            "noise": self._noise.state_dict(),
+            "first": first,
+            "samples": self._samples,
+            "inverses": self._inverses,
+        }
 
     @override
     def on_save_checkpoint(

@@ -218,15 +218,23 @@ class Conductor(Callback):
             pl_module.log(key, value, on_step=True, on_epoch=False, batch_size=1)
         self._stepped.clear()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the tricks complete what the epoch left open."""
+        self._finish(trainer, pl_module, training_ends=False)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the tricks complete what is open, and log the step that this may take: the module cannot any more."""
-        self._stepped.clear()
+        """Let the tricks complete what is open."""
+        self._finish(trainer, pl_module, training_ends=True)
+
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule, *, training_ends: bool) -> None:
+        unlogged, self._stepped = self._stepped, set()
         for trick in self.tricks:
-            trick.finish(trainer, pl_module)
-        if self._stepped:
+            trick.finish(trainer, module, training_ends=training_ends)
+        if self._stepped:  # between batches a module cannot log
             values = {key: float(value) for key, value in self._metrics(trainer).items()}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=logged_step(trainer))
+        self._stepped = unlogged
 
     def _metrics(self, trainer: pl.Trainer) -> dict[str, float | Tensor]:
         values: dict[str, float | Tensor] = {

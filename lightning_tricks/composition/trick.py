@@ -129,12 +129,13 @@ class Trick(Callback):
             trainer: the Trainer.
         """
 
-    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Complete what is open when training ends, before any callback's `on_train_end`.
+    def finish(self, trainer: pl.Trainer, module: pl.LightningModule, *, training_ends: bool) -> None:
+        """Complete what is open when an epoch ends, before any other callback's hook.
 
         Args:
             trainer: the Trainer.
             module: the module.
+            training_ends: whether it is the end of training.
         """
 
     def weigh(self, batch: Any) -> float | None:

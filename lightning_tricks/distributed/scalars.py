@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 __all__ = ["RankReduction", "close_group", "host_group"]
 
@@ -51,7 +52,7 @@ class RankReduction:
     ) -> None:
         self._event: torch.Event | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            self._host = torch.tensor(value, dtype=torch.float64)
+            self._host: Tensor | float = value
             return
         number = torch.full((), value, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
         dist.all_reduce(number, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)

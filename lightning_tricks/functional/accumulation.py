@@ -17,7 +17,7 @@ import functools
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,9 @@ class AccumulationSchedule:
         """
         done = held = size = 0  # held: micro-batches in the open window
         for epoch in range(epochs):
+            if not held and self._is_last_size(done, epoch):
+                size, left = self.at(done, epoch), epochs - epoch
+                return done + (-(-batches * left // size) if carry_over else -(-batches // size) * left)
             left = batches
             while left > 0:
                 size = size if held else self.at(done, epoch)
@@ -125,6 +128,9 @@ class AccumulationSchedule:
             if held and not carry_over:
                 done, held = done + 1, 0
         return done + (held > 0)
+
+    def _is_last_size(self, step: int, epoch: int) -> bool:
+        return (epoch if self.by_epoch else step) >= self._starts[-1]
 
     def _steps_to_next_size(self, step: int) -> int:
         following = bisect_right(self._starts, step)
@@ -150,7 +156,7 @@ def scale_gradient_of(loss: Tensor, factor: float) -> None:
         loss.register_hook(functools.partial(torch.mul, factor))  # type: ignore[no-untyped-call]
 
 
-def discard_gradient_of(loss: Tensor) -> list[RemovableHandle]:
+def discard_gradient_of(loss: Tensor, parameters: Iterable[Tensor] = ()) -> list[RemovableHandle]:
     """Let the backward of a loss run, for the communication in it, but add zeros to every gradient.
 
     A mean over no valid token is nan, and so is its gradient, also when it is multiplied by zero. So each node of the
@@ -159,6 +165,7 @@ def discard_gradient_of(loss: Tensor) -> list[RemovableHandle]:
 
     Args:
         loss: scalar that requires grad.
+        parameters: those that a reentrant checkpoint may reach in a graph of its own, past this one.
 
     Returns:
         What undoes it, to be removed after the backward: DDP keeps the last nodes of the graph for all batches.
@@ -180,6 +187,7 @@ def discard_gradient_of(loss: Tensor) -> list[RemovableHandle]:
         seen.add(node)
         handles.append(node.register_prehook(_zeros))
         waiting += [following for following, _ in node.next_functions]
+    handles += [one.register_hook(torch.zeros_like) for one in parameters if one.requires_grad]  # type: ignore[no-untyped-call]
     return handles
 
 

@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -28,11 +29,12 @@ def check_weight(weight: Any) -> float:
     """
     if isinstance(weight, Tensor) and weight.numel() == 1:
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+    if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's are, too
         raise TypeError(f"expected `weigh_by` to return a number or a tensor with one element, got {weight!r}")
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"expected `weigh_by` to return a number from 0 on, got {weight} for a batch")
-    return float(weight)
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"expected `weigh_by` to return a number from 0 on, got {number} for a batch")
+    return number
 
 
 def resolve_weigher(weigh_by: Any) -> Callable[[Any], Any] | None:

@@ -136,7 +136,7 @@ def _errors(expected: _Gradients, got: _Gradients) -> dict[str, float]:
         one, other = present[0], present[1] if len(present) > 1 else torch.zeros_like(present[0])
         norm = one.double().norm()
         difference = (one.double() - other.double()).norm()
-        errors[name] = float(difference / (_tolerance(one) * norm.clamp(min=1e-6 * total)))
+        errors[name] = float(difference / (_tolerance(one) * norm.clamp(min=max(0.1 * float(total), 1e-30))))
         if errors[name] != errors[name]:
             errors[name] = float("inf")
     return errors

@@ -230,6 +230,11 @@ def _holds_lists_of_images(batch: Any) -> bool:
 
 
 def _sizes(batch: Any, path: str, lists_hold_samples: bool, depth: int) -> Iterator[tuple[str, int]]:
+    if isinstance(batch, Tensor) and (batch.is_nested or batch.layout != torch.strided):
+        raise TypeError(
+            f"expected a batch of dense tensors, got {'a nested' if batch.is_nested else 'a sparse'} one at "
+            f"{path.lstrip('.') or 'the top'}: it cannot be cut"
+        )
     if isinstance(batch, Tensor):
         if batch.dim():
             yield path, batch.shape[0]

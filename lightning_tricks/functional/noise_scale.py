@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FirstOfWindow", "NoiseScale"]
+__all__ = ["FirstOfWindow", "NoiseScale", "filled"]
 
 
 @dataclass
 class FirstOfWindow:
-    """The first micro-batch of a window beside all of it, on one rank; sums over the ranks join them.
+    """The first micro-batch of a window, on one rank, to be summed over the ranks.
 
     Args:
         square: scalar, the squared norm of its mean gradient.
@@ -34,34 +34,29 @@ class FirstOfWindow:
 
     Example:
         >>> first = FirstOfWindow(torch.tensor(4.0), 2.0)
-        >>> first.numbers(samples=6.0)
-        tensor([4.0000, 0.5000, 2.0000, 1.0000, 6.0000], dtype=torch.float64)
+        >>> first.numbers()
+        tensor([4.0000, 0.5000, 2.0000, 1.0000], dtype=torch.float64)
     """
 
     square: Tensor
     samples: float
 
-    def numbers(self, samples: float) -> Tensor:
-        """Return what is summed over the ranks: squared norm, 1 / samples, samples, 1; and samples of the window.
-
-        Args:
-            samples: of the window.
-        """
-        return torch.stack([self.square.double(), *_filled(self.square, 1 / self.samples, self.samples, 1.0, samples)])
-
-    @staticmethod
-    def none(like: Tensor, samples: float) -> Tensor:
-        """Return the numbers of a rank that measured nothing.
-
-        Args:
-            like: a scalar on the device.
-            samples: of the window.
-        """
-        return torch.stack(_filled(like, 0.0, 0.0, 0.0, 0.0, samples))
+    def numbers(self) -> Tensor:
+        """Return what is summed: squared norm, 1 / samples, samples, and 1."""
+        return torch.stack([self.square.double(), *filled(self.square, 1 / self.samples, self.samples, 1.0)])
 
 
-def _filled(like: Tensor, *values: float) -> list[Tensor]:
-    """Scalars that are made on the device: copied there they would be waited for."""
+def filled(like: Tensor, *values: float) -> list[Tensor]:
+    """Return scalars that are made on a device: copied there they would be waited for.
+
+    Args:
+        like: on the device.
+        values: of the scalars.
+
+    Example:
+        >>> filled(torch.zeros(2), 1.0, 2.0)
+        [tensor(1., dtype=torch.float64), tensor(2., dtype=torch.float64)]
+    """
     return [torch.full((), value, dtype=torch.float64, device=like.device) for value in values]
 
 

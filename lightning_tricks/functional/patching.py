@@ -7,7 +7,7 @@ trace, also when somebody else had patched the object first.
 
 from typing import Any, Protocol
 
-__all__ = ["Patch", "Removable", "patch_"]
+__all__ = ["ClassSwap", "Patch", "Removable", "patch_", "swap_class_"]
 
 
 class Removable(Protocol):
@@ -70,3 +70,56 @@ def patch_(target: object, name: str, value: Any) -> Patch:
     patch = Patch(target, name)
     setattr(target, name, value)
     return patch
+
+
+class ClassSwap:
+    """The handle of an object whose class was replaced by a subclass of the same name.
+
+    Args:
+        target: the object that was edited.
+        kind: its own class.
+    """
+
+    def __init__(self, target: object, kind: type) -> None:
+        self.target = target
+        self.kind = kind
+
+    def remove(self) -> None:
+        """Give the object its class back. A second call does nothing."""
+        self.target.__class__ = self.kind
+
+
+def swap_class_(target: object, attributes: dict[str, Any]) -> ClassSwap:
+    """Override attributes of one object that must stand in its class, such as properties.
+
+    Args:
+        target: any object with a ``__dict__``. It pickles and copies as one of its own class.
+        attributes: of the class.
+
+    Returns:
+        A handle with `remove()`.
+
+    Example:
+        >>> class Greeter:
+        ...     name = property(lambda self: "nobody")
+        >>> greeter = Greeter()
+        >>> swap = swap_class_(greeter, {"name": property(lambda self: "somebody")})
+        >>> greeter.name, isinstance(greeter, Greeter)
+        ('somebody', True)
+        >>> swap.remove()
+        >>> greeter.name
+        'nobody'
+    """
+    kind = type(target)
+    as_own = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, protocol: (_bare, (kind,), vars(self)),
+    }
+    target.__class__ = type(kind.__name__, (kind,), {**as_own, **attributes})
+    return ClassSwap(target, kind)
+
+
+def _bare(kind: type) -> object:
+    return object.__new__(kind)

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from tests.accumulation_cases import Transformer, large_batch_run, largest_relat
 from tests.contract_table import LbfgsNet
 from tests.models import FixedGradients, Net, assert_same, fit, fp16, loader, seeded, weights
 from tests.models import trainer as quiet_trainer
+from tests.reads import count_reads
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 5e-7}
 
@@ -58,6 +60,13 @@ def test_lightning_itself_is_far_from_it() -> None:
     _, module = run(data, accumulate_grad_batches=4, dtype=torch.float64)
     reference = large_batch_run([data[:4], data[4:]], dtype=torch.float64)
     assert largest_relative_error(module, reference) > 0.1
+
+
+def test_windows_of_one_batch_are_the_plain_run_bit_for_bit() -> None:
+    ours, plain = seeded(Net), seeded(Net)
+    fit(ours, lt.GradientAccumulation(1), data=loader(26))  # the last batch is smaller
+    fit(plain, data=loader(26))
+    assert_same(weights(ours), weights(plain))
 
 
 def test_equal_batches_in_full_windows_are_lightnings_bit_for_bit() -> None:
@@ -228,6 +237,7 @@ def test_a_guard_does_not_see_the_nan_of_what_counts_nothing() -> None:
     data = token_batches(4, empty=(1,))
     trainer, _ = run(data, tokens(), lt.NonFiniteGuard(), lt.LossSpikeGuard("warn"))
     assert lt.step_ledger(trainer)[0].applied == 1
+    assert [one.num_events for one in trainer.callbacks if isinstance(one, lt.NonFiniteGuard)] == [0]
     assert torch.isfinite(trainer.callback_metrics["accumulation/loss"])
 
 
@@ -332,19 +342,6 @@ def test_an_import_path_that_leads_nowhere_says_so() -> None:
         lt.GradientAccumulation(weigh_by="no_such_package.count")
     with pytest.raises(TypeError, match="which is a int"):
         lt.GradientAccumulation(weigh_by="tests.accumulation_cases.LENGTH")
-
-
-def test_a_window_that_lightning_leaves_open_at_an_epochs_end_goes_on() -> None:
-    """Its last batch is None, so that no step is taken on it: nothing of the others is lost."""
-
-    class Numbers(FixedGradients):
-        def training_step(self, batch, batch_idx):
-            return (self.weight * batch).sum()
-
-    module = Numbers([[0.0]])
-    data = DataLoader([torch.ones(1), torch.ones(1) * 4, None], batch_size=None, collate_fn=lambda one: one)
-    steps = steps_of(module, lt.GradientAccumulation(4, weigh_by="batches"), data=data, max_epochs=2)
-    assert steps == [[2.5]]
 
 
 @pytest.mark.parametrize("ended", ["stopped", "failed"])
@@ -464,3 +461,152 @@ def test_a_mapping_and_an_import_path_come_from_yaml(tmp_path) -> None:
         reference.loss(cases.union(window)).backward()
         optimizer.step()
     assert_same(weights(cli.model), weights(reference), rtol=0, atol=1e-6)
+
+
+# What a loader, a module or a schedule may do
+
+
+class Numbers(FixedGradients):
+    """The gradient of a batch is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__([[0.0]])
+
+    def training_step(self, batch, batch_idx):
+        return (self.weight * batch).sum()
+
+    def validation_step(self, batch, batch_idx) -> None:
+        pass
+
+
+def numbers(*values: float | None) -> DataLoader:
+    data = [None if value is None else torch.tensor([value]) for value in values]
+    return DataLoader(data, batch_size=None, collate_fn=lambda one: one)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("carry_over", [False, True])
+def test_an_epoch_that_ends_with_none_ends_its_window(carry_over: bool, validates: bool) -> None:
+    module = Numbers()
+    trainer = quiet_trainer(lt.GradientAccumulation(4, carry_over=carry_over), max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(module, numbers(1.0, 4.0, None), numbers(1.0) if validates else None)
+    assert [step.tolist() for step in module.applied] == ([[2.5]] if carry_over else [[2.5], [2.5]])
+
+
+def test_an_epoch_that_a_hook_cuts_short_ends_its_window() -> None:
+    class Skips(Numbers):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    module = Skips()
+    fit(module, lt.GradientAccumulation(2), data=numbers(1.0, 2.0, 3.0, 4.0, 5.0), max_epochs=2)
+    assert [step.item() for step in module.applied] == [1.5, 3.0, 1.5, 3.0]
+
+
+def test_a_scheduler_does_not_move_on_a_batch_that_is_none() -> None:
+    class Schedules(Numbers):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+            return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
+
+    module = Schedules()
+    fit(module, lt.GradientAccumulation(2), data=numbers(1.0, 2.0, None, 3.0, 4.0))
+    assert [step.item() for step in module.applied] == [1.5, 3.5]
+    assert module.schedule.last_epoch == 2
+
+
+def test_a_length_that_is_too_long_does_not_join_epochs() -> None:
+    class Promises(torch.utils.data.IterableDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self):
+            return iter([torch.ones(1), torch.ones(1) * 3])
+
+    module = Numbers()
+    fit(module, lt.GradientAccumulation(4), data=DataLoader(Promises(), batch_size=None), max_epochs=2)
+    assert [step.item() for step in module.applied] == [2.0, 2.0]
+
+
+def test_a_loss_inside_of_a_reentrant_checkpoint_poisons_nothing() -> None:
+    class Reentrant(Numbers):
+        def training_step(self, batch, batch_idx):
+            mean = lambda x: (x * self.weight * batch).sum() / batch.sum()  # noqa: E731
+            return torch.utils.checkpoint.checkpoint(mean, torch.ones(1, requires_grad=True), use_reentrant=True)
+
+    module = Reentrant()
+    fit(module, lt.GradientAccumulation(2, weigh_by=torch.sum), data=numbers(3.0, 0.0))
+    assert [step.item() for step in module.applied] == [1.0]
+
+
+@pytest.mark.parametrize(("steps", "save_at"), [({0: 1, 2: 4}, 4), ({"epoch": {0: 2, 1: 4}}, 9), (4, 5)])
+def test_a_window_of_a_schedule_resumes_with_its_own_size(steps, save_at: int, tmp_path) -> None:
+    data, how = token_batches(7), {"max_epochs": 2}
+    path = tmp_path / "open.ckpt"
+    _, whole = run(data, tokens(steps), cases.Save(save_at, path), **how)
+    _, resumed = run(data, tokens(steps), module=seeded(Transformer, 9), ckpt_path=path, **how)
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_a_window_keeps_its_size_where_a_resumed_run_has_another(tmp_path) -> None:
+    data, path = token_batches(6), tmp_path / "open.ckpt"
+    run(data, tokens(4), cases.Save(2, path), dtype=torch.float64)
+    _, resumed = run(data, tokens(2), module=seeded(Transformer, 9).double(), ckpt_path=path)
+    reference = large_batch_run([data[:4], data[4:]], dtype=torch.float64)
+    assert largest_relative_error(resumed, reference) < 1e-12
+
+
+def test_an_error_in_the_last_step_leaves_nothing_behind() -> None:
+    class FailsAtTheEnd(Numbers):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None) -> None:
+            if len(self.applied) == 1:
+                raise RuntimeError("boom")
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    accumulation = lt.GradientAccumulation(2)
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(FailsAtTheEnd(), accumulation, cases.Stop(3), data=numbers(1.0, 2.0, 3.0, 4.0))
+    module = Numbers()
+    fit(module, accumulation, data=numbers(1.0, 2.0, 3.0, 4.0))
+    assert [step.item() for step in module.applied] == [1.5, 3.5]
+
+
+def test_a_rollback_begins_a_new_window() -> None:
+    """The spike is in the second window; its own micro-batches and those of the next one are weighed apart."""
+    values = [1.0] * 40
+    values[33] = 1e6
+    module = Numbers()
+    guard = lt.LossSpikeGuard("rollback", warmup_steps=4, window_steps=8, snapshot_every_steps=2)
+    trainer = fit(module, lt.GradientAccumulation(2), guard, data=numbers(*values, 1.0))
+    assert lt.step_ledger(trainer)[0].rolled_back == 1
+    assert [step.item() for step in module.applied if step.item() < 10] == [1.0] * len(module.applied)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == trainer.global_step
+
+
+def test_no_value_is_read_on_ordinary_steps(monkeypatch) -> None:
+    data = token_batches(12)
+    tricks = [
+        lt.GradientAccumulation(3),
+        lt.EarlyGradientRelease(),
+        lt.GradientNoiseScaleMonitor(),
+        lt.MicroBatching(2),
+    ]
+    reads = count_reads(monkeypatch)
+    run(data, log_every_n_steps=1000, module=seeded(Transformer))
+    of_lightning = len(reads)
+    reads.clear()
+    run(data, *tricks, log_every_n_steps=1000, module=seeded(Transformer))
+    assert len(reads) == of_lightning
+
+
+def test_a_weight_of_numpy_counts() -> None:
+    module = Numbers()
+    fit(module, lt.GradientAccumulation(2, weigh_by=lambda batch: np.int64(batch.item())), data=numbers(1.0, 3.0))
+    assert [step.item() for step in module.applied] == [2.5]
+
+
+def test_a_run_of_many_epochs_is_estimated_at_once() -> None:
+    module = Asks()
+    fit(module, lt.GradientAccumulation({0: 1, 3: 4}), max_epochs=10**12, max_steps=2)
+    assert module.estimate == 2

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_tricks as lt
@@ -290,7 +292,7 @@ def test_a_module_that_gives_no_loss_at_all_skips_the_step() -> None:
 
 
 def test_batchnorm_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"3 BatchNorm layer\(s\) see parts of a batch.*net\.0\.norm"):
+    with pytest.warns(UserWarning, match=r"3 BatchNorm layer\(s\) see micro-batches.*net\.0\.norm"):
         fit(Net(batchnorm=True), lt.MicroBatching(2))
 
 
@@ -305,3 +307,54 @@ def test_reentrant_checkpointing_works_in_parts() -> None:
     fit(parts, lt.MicroBatching("auto"))
     fit(whole)
     assert_same(weights(parts), weights(whole), rtol=0, atol=1e-6)
+
+
+# What a module may do
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_hooks_of_parameters_see_the_gradient_of_the_batch_once(size) -> None:
+    def trained(*tricks: lt.Trick) -> tuple[Net, list]:
+        module = seeded(lambda: Net(optimizer="sgd")).double()
+        weight, seen = module.net[3].weight, []
+        weight.register_hook(lambda gradient: gradient * 0.5)
+        weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
+        data = [torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)]
+        fit(module, *tricks, data=DataLoader([data], batch_size=None))
+        return module, seen
+
+    torch.manual_seed(1)
+    module, seen = trained(lt.MicroBatching(size))
+    torch.manual_seed(1)
+    plain, expected = trained()
+    assert_same(weights(module), weights(plain), rtol=0, atol=1e-14)
+    torch.testing.assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_a_loss_of_one_element_is_one(size) -> None:
+    class OneElement(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx).reshape(1)
+
+    parts, plain = seeded(lambda: OneElement(optimizer="sgd")), seeded(lambda: OneElement(optimizer="sgd"))
+    fit(parts, lt.MicroBatching(size))
+    fit(plain)
+    assert_same(weights(parts), weights(plain), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("returned", [{"x": 1}, 1.5, (torch.ones(()), 1)])
+def test_what_is_no_loss_is_an_error_as_without(returned) -> None:
+    class Returns(Net):
+        def training_step(self, batch, batch_idx):
+            return returned
+
+    with pytest.raises(MisconfigurationException, match=r"a dict with the key 'loss', or None, got"):
+        fit(Returns(), lt.MicroBatching(2))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_are_not_dense_are_refused(kind: str) -> None:
+    x = torch.eye(4).to_sparse() if kind == "sparse" else torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match=rf"dense tensors, got a {kind} one at x: it cannot be cut"):
+        fit(Net(), lt.MicroBatching(2), data=DataLoader([{"x": x}], batch_size=None))

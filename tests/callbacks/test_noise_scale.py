@@ -40,6 +40,18 @@ def test_lightnings_own_windows_do_as_well() -> None:
     assert logged[0] == pytest.approx(logged[1], rel=1e-5)
 
 
+def test_batches_that_count_the_same_are_as_noisy_as_they_are() -> None:
+    """A mean of means of unequal batches, in a short last window too, by Lightning and by ours."""
+    data = batches(4002, seed=4)
+    for tricks, options in (
+        ([lt.GradientAccumulation(8, weigh_by="batches")], {}),
+        ([], {"accumulate_grad_batches": 8}),
+    ):
+        run = quiet_trainer(lt.GradientNoiseScaleMonitor(decay=0.995), *tricks, **options)
+        run.fit(Linear(), DataLoader(data, batch_size=None))
+        assert float(run.callback_metrics["noise/scale"]) == pytest.approx(TRUE_SCALE, rel=0.2)
+
+
 def test_windows_of_one_batch_give_nothing_and_it_says_so() -> None:
     with pytest.warns(UserWarning, match="finds nothing to compare.*GradientAccumulation"):
         trainer = fit(Net(), lt.GradientNoiseScaleMonitor())

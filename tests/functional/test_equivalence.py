@@ -84,6 +84,55 @@ def test_nothing_is_left_behind() -> None:
     assert sum(parameter.grad is not None for parameter in module.parameters()) == 1
 
 
+class Attends(nn.Module):
+    """Softmax does not see the bias of the keys: its gradient is what rounding leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def training_step(self, batch):  # without batch_idx, which Lightning allows
+        x, y = batch
+        heads = (layer(x)[:, None] for layer in (self.q, self.k, self.v))
+        return (self.o(nn.functional.scaled_dot_product_attention(*heads)[:, 0]) - y).square().mean()
+
+
+def test_gradients_that_are_rounding_alone_are_no_difference() -> None:
+    data = [torch.randn(8, 5, 16), torch.randn(8, 5, 16)]
+    lt.assert_accumulation_equivalent(seeded(Attends), data, num_micro_batches=4)
+
+
+def test_a_loss_without_any_gradient_is_equivalent() -> None:
+    class Zero(Net):
+        def loss(self, batch):
+            return super().loss(batch) * 0
+
+    lt.assert_accumulation_equivalent(Zero(), batch(), num_micro_batches=2)
+
+
+def test_a_parameter_that_only_parts_use_is_named() -> None:
+    class Part(Net):
+        def loss(self, batch):
+            return super().loss(batch) + (self.extra.sum() if len(batch[0]) < 10 else 0)
+
+    module = Part()
+    module.extra = nn.Parameter(torch.ones(2))
+    fails(module, words="extra: differs by")
+
+
+def test_parts_that_count_nothing_are_left_out() -> None:
+    data = union(token_batches(3, empty=(1,)))
+    data["labels"][:2] = -100
+    lt.assert_accumulation_equivalent(
+        seeded(Transformer),
+        data,
+        num_micro_batches=len(data["labels"]),
+        weigh_by="tests.accumulation_cases.count_tokens",
+    )
+    with pytest.raises(ValueError, match="weights of 0 for all"):
+        lt.assert_accumulation_equivalent(Net(), batch(), num_micro_batches=2, weigh_by=lambda part: 0)
+
+
 def test_it_works_without_a_trainer_in_a_module_that_logs() -> None:
     class Logs(Net):
         def training_step(self, batch, batch_idx):
