@@ -27,6 +27,7 @@ from lightning_tricks._lightning import (
     train_batches_per_epoch,
     unprocessed_batches,
 )
+from lightning_tricks._open_window import mean_of_ranks, restore_window_, save_window
 from lightning_tricks.composition import (
     OptimizerStep,
     Summary,
@@ -39,8 +40,6 @@ from lightning_tricks.composition import (
 from lightning_tricks.composition.horizon import optimizer_steps_of_run
 from lightning_tricks.distributed.open_gradients import (
     drop_open_gradients_,
-    mean_open_gradients,
-    put_open_gradients_,
     take_open_gradients_,
 )
 from lightning_tricks.distributed.scalars import RankReduction
@@ -319,7 +318,7 @@ class GradientAccumulation(Trick):
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Any) -> Mapping[str, float | Tensor]:
-        return {} if self._loss is None else {"accumulation/loss": _mean_of_ranks(trainer, self._loss)}
+        return {} if self._loss is None else {"accumulation/loss": mean_of_ranks(trainer, self._loss)}
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:
@@ -388,12 +387,7 @@ class GradientAccumulation(Trick):
                 "ranks. A run that resumes from it begins a new window"
             )
             return
-        gradients = {}
-        for name, gradient in mean_open_gradients(pl_module):
-            if trainer.is_global_zero:
-                gradients[name] = gradient.cpu()
-        mean = functools.partial(_mean_of_ranks, trainer)
-        window = {"gradients": gradients, **current_window(trainer).state_dict(mean)}
+        window = save_window(trainer, pl_module)
         checkpoint["callbacks"][self.state_key] |= {"seen": completed, "window": window}
 
     def _resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -402,18 +396,12 @@ class GradientAccumulation(Trick):
             self._seen = 0
             drop_open_gradients_(module)  # of a fit that an error ended
         else:
-            put_open_gradients_(module, window.pop("gradients"))
-            current_window(trainer).load_state_dict(window, trainer.strategy.root_device)
+            restore_window_(trainer, module, window)
             self._number = current_window(trainer).number
             trainer.accumulate_grad_batches = self._size
 
 
 # Functions of the module, not closures: they end up inside of objects that get pickled and copied.
-
-
-def _mean_of_ranks(trainer: pl.Trainer, value: Tensor) -> Tensor:
-    mean: Tensor = trainer.strategy.reduce(value.to(trainer.strategy.root_device, copy=True), reduce_op="mean")
-    return mean
 
 
 def _weigh_then_move(
