@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
@@ -203,6 +204,12 @@ def errors_when_stopped(strategies: Sequence[str]) -> dict[str, tuple[float, int
     return found
 
 
+STRATEGIES = {
+    "bucket view": lambda: DDPStrategy(gradient_as_bucket_view=True),
+    "unused": lambda: DDPStrategy(find_unused_parameters=True),
+}
+
+
 def resumed_inside_of_a_window(strategy: str, path: str, *, scaled: bool = False) -> tuple[float, float, int, bool]:
     """Largest differences of weights and of the last logged loss between a resumed and an uninterrupted run, how many
     gradients the checkpoint holds, and whether saving changed the run."""
@@ -212,8 +219,8 @@ def resumed_inside_of_a_window(strategy: str, path: str, *, scaled: bool = False
         module = seeded(lambda: Transformer(momentum=0.9), seed=0 if ckpt_path is None else 99)
         plugins = [fp16()] if scaled else []
         return run(
-            mine, tokens(carry_over=True), *callbacks, module=module, ckpt_path=ckpt_path, strategy=strategy,
-            max_epochs=3, plugins=plugins, **options,
+            mine, tokens(carry_over=True), *callbacks, module=module, ckpt_path=ckpt_path, max_epochs=3,
+            strategy=STRATEGIES[strategy]() if strategy in STRATEGIES else strategy, plugins=plugins, **options,
         )  # fmt: skip
 
     _, unsaved = go()

@@ -159,7 +159,7 @@ def test_a_checkpoint_inside_of_a_window_resumes_bit_for_bit(scaled: bool, tmp_p
     assert result == (0.0, 0.0, len(list(Transformer().parameters())), False)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "bucket view", "unused", "zero2", "fsdp2_offload"])
 def test_it_does_so_to_rounding_on_two_ranks(strategy: str, two_processes, tmp_path) -> None:
     for difference, loss, gradients, changed in two_processes.run(
         cases.resumed_inside_of_a_window, strategy, str(tmp_path / "open.ckpt")
