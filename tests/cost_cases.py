@@ -52,14 +52,11 @@ class Model(Stack):
         super().__init__(64, 8)
 
 
-def costs(
-    strategy: str, accumulation: int = 1, *, ours: bool = False, parts: int = 1, **options: Any
-) -> dict[str, Any]:
+def costs(strategy: str, accumulation: int = 1, *, ours: bool = False, **options: Any) -> dict[str, Any]:
     rank, world_size = world()
     module, count = Model(), Count()
     made = lt.FSDP2Strategy(**options) if options else strategy
     how = [lt.GradientAccumulation(accumulation)] if ours else []
-    how += [lt.MicroBatching(4 // parts)] if parts > 1 else []
     windows = 1 if ours else accumulation
     run = strategy_trainer(made, world_size, count, *how, accumulate_grad_batches=windows, max_epochs=1)
     data = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(rank))
@@ -91,3 +88,27 @@ class ByHand(Stack):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.blocks(batch).square().mean()
+
+
+def scatters_of_parts() -> list[int]:
+    """Reduce-scatters of each batch, each in two parts, in windows of 3. CommDebugMode fails on backwards within."""
+    rank, world_size = world()
+    counts: list[int] = []
+    original = torch.distributed.reduce_scatter_single
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return original(*args, **kwargs)
+
+    class Begin(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            counts.append(0)
+
+    run = strategy_trainer("fsdp2", world_size, lt.GradientAccumulation(3), lt.MicroBatching(2), Begin(), max_epochs=1)
+    data = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(rank))
+    torch.distributed.reduce_scatter_single = counting
+    try:
+        run.fit(Model(), DataLoader(data, batch_size=None))
+    finally:
+        torch.distributed.reduce_scatter_single = original
+    return counts

@@ -26,8 +26,8 @@ def test_micro_batches_of_all_ranks_are_compared(strategy: str, two_processes) -
 
 def test_it_finds_the_true_scale() -> None:
     trainer = quiet_trainer(lt.GradientAccumulation(8), lt.GradientNoiseScaleMonitor(decay=0.995))
-    trainer.fit(Linear(), DataLoader(batches(4000, seed=3), batch_size=None))
-    assert float(trainer.callback_metrics["noise/scale"]) == pytest.approx(TRUE_SCALE, rel=0.2)
+    trainer.fit(Linear(), DataLoader(batches(2000, seed=3), batch_size=None))
+    assert float(trainer.callback_metrics["noise/scale"]) == pytest.approx(TRUE_SCALE, rel=0.25)
 
 
 def test_lightnings_own_windows_do_as_well() -> None:
@@ -42,14 +42,14 @@ def test_lightnings_own_windows_do_as_well() -> None:
 
 def test_batches_that_count_the_same_are_as_noisy_as_they_are() -> None:
     """A mean of means of unequal batches, in a short last window too, by Lightning and by ours."""
-    data = batches(4002, seed=4)
+    data = batches(1602, seed=4)
     for tricks, options in (
         ([lt.GradientAccumulation(8, weigh_by="batches")], {}),
         ([], {"accumulate_grad_batches": 8}),
     ):
         run = quiet_trainer(lt.GradientNoiseScaleMonitor(decay=0.995), *tricks, **options)
         run.fit(Linear(), DataLoader(data, batch_size=None))
-        assert float(run.callback_metrics["noise/scale"]) == pytest.approx(TRUE_SCALE, rel=0.2)
+        assert float(run.callback_metrics["noise/scale"]) == pytest.approx(TRUE_SCALE, rel=0.25)
 
 
 def test_windows_of_one_batch_give_nothing_and_it_says_so() -> None:
