@@ -87,7 +87,7 @@ def large_batch_run(windows: Sequence[Sequence[Batch]], *, dtype: torch.dtype, *
 
 
 def run(
-    data: Sequence[Batch],
+    data: Sequence[Batch | None],
     *callbacks: pl.Callback,
     dtype: torch.dtype = torch.float32,
     module: Transformer | None = None,
@@ -188,6 +188,17 @@ def part_of_rank(num_batches: int) -> tuple[list[Batch], list[list[Batch]], dict
 
 def tokens(steps: Any = 4, **options: Any) -> lt.GradientAccumulation:
     return lt.GradientAccumulation(steps, weigh_by="tests.accumulation_cases.count_tokens", **options)
+
+
+def errors_when_epochs_end_with_none(strategies: Sequence[str]) -> dict[str, float]:
+    """Lightning takes no step there; nothing of the window may reach the next epoch's."""
+    mine, parts, options = part_of_rank(6)
+    found = {}
+    for strategy in strategies:
+        _, module = run([*mine, None], tokens(), dtype=torch.float64, strategy=strategy, max_epochs=2, **options)
+        windows = [[part[i] for i in window for part in parts] for window in windows_of(6, 4, 2)]
+        found[strategy] = largest_relative_error(module, large_batch_run(windows, dtype=torch.float64))
+    return found
 
 
 def errors_when_stopped(strategies: Sequence[str]) -> dict[str, tuple[float, int]]:

@@ -38,10 +38,7 @@ from lightning_tricks.composition import (
     step_ledger,
 )
 from lightning_tricks.composition.horizon import optimizer_steps_of_run
-from lightning_tricks.distributed.open_gradients import (
-    drop_open_gradients_,
-    take_open_gradients_,
-)
+from lightning_tricks.distributed.open_gradients import take_open_gradients_
 from lightning_tricks.distributed.scalars import RankReduction
 from lightning_tricks.functional.accumulation import (
     AccumulationSchedule,
@@ -392,10 +389,7 @@ class GradientAccumulation(Trick):
 
     def _resume(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         window, self._to_resume = self._to_resume, None
-        if window is None:
-            self._seen = 0
-            drop_open_gradients_(module)  # of a fit that an error ended
-        else:
+        if window is not None:
             restore_window_(trainer, module, window)
             self._number = current_window(trainer).number
             trainer.accumulate_grad_batches = self._size

@@ -211,6 +211,11 @@ def test_a_fit_that_is_stopped_steps_with_what_all_ranks_have(two_processes) -> 
             assert result == (pytest.approx(0.0, abs=1e-12), 2), strategy
 
 
+def test_epochs_that_end_with_none_end_their_windows_on_all_ranks(two_processes) -> None:
+    for found in two_processes.run(cases.errors_when_epochs_end_with_none, ["ddp", "fsdp2"]):
+        assert found == {"ddp": pytest.approx(0.0, abs=1e-12), "fsdp2": pytest.approx(0.0, abs=1e-12)}
+
+
 def test_the_step_of_a_stopped_fit_is_logged(tmp_path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path)
     trainer, _ = run(token_batches(8), tokens(), cases.Stop(after=6), logger=logger)
