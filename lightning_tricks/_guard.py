@@ -80,6 +80,7 @@ class Guard(Trick):
 
     touches = Touches.STEP
     reads_loss = True
+    rewinds = False  # its account of events goes on
 
     def __init__(self, action: str, max_consecutive: int, events_path: str | Path | None) -> None:
         self.action = action

@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
-from lightning_tricks._guard import Guard
 from lightning_tricks._lightning import callbacks_of, schedulers_of
 from lightning_tricks.composition import Trick, current_window, step_ledger
 from lightning_tricks.distributed.open_gradients import drop_open_gradients_
@@ -109,6 +108,5 @@ def restore_rates_(rates: list[tuple[dict[str, Any], Any]]) -> None:
 
 
 def _others(trainer: pl.Trainer) -> list[Trick]:
-    """The tricks whose state goes back. A guard's account of events goes on."""
-    tricks = [one for one in callbacks_of(trainer) if isinstance(one, Trick)]
-    return [one for one in tricks if one.rewinds and not isinstance(one, Guard)]
+    """The tricks whose state goes back."""
+    return [one for one in callbacks_of(trainer) if isinstance(one, Trick) and one.rewinds]

@@ -326,13 +326,16 @@ def _output_of_batch(
         return loss
     if len(outputs) == 1:
         return {"loss": loss, **outputs[0]}
-    total = sum(shares[index] for index in returned) or 1.0
-    extras = join_outputs(
-        [outputs[index] for index in returned],
-        [shares[index] / total for index in returned],
-        [sizes[index] for index in returned],
-    )
-    return {"loss": loss, **(extras if isinstance(extras, Mapping) else {})}
+    extras = {}
+    for key in dict.fromkeys(key for index in returned for key in outputs[index]):
+        those = [index for index in returned if key in outputs[index]]
+        total = sum(shares[index] for index in those) or 1.0
+        extras[key] = join_outputs(
+            [outputs[index][key] for index in those],
+            [shares[index] / total for index in those],
+            [sizes[index] for index in those],
+        )
+    return {"loss": loss, **extras}
 
 
 def _backward(trainer: pl.Trainer, module: pl.LightningModule, is_sharded: bool, loss: Tensor) -> None:

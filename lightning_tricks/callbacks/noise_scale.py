@@ -17,7 +17,7 @@ from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick,
 from lightning_tricks.distributed.open_gradients import local_open_gradients
 from lightning_tricks.functional.clipping import gradient_norm
 from lightning_tricks.functional.micro_batching import num_samples
-from lightning_tricks.functional.noise_scale import FirstOfWindow, NoiseScale, filled
+from lightning_tricks.functional.noise_scale import FirstOfWindow, NoiseScale, batch_sizes, filled
 
 __all__ = ["GradientNoiseScaleMonitor"]
 
@@ -135,11 +135,8 @@ class GradientNoiseScaleMonitor(Trick):
         sums = torch.cat([first, torch.stack(filled(norm, self._samples, self._inverses, window.num_losses))])
         if trainer.world_size > 1:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        square, inverse, samples_of_first, ranks, samples, inverses, batches = sums
-        small = samples_of_first if self._is_common else ranks / inverse
-        # Where batches of any size count the same, the noise is that of fewer samples, evenly spread.
-        big = batches.square() / inverses if window.weight is None else samples
-        self._measured = square / ranks, norm.double().square(), small, big
+        square, small, big = batch_sizes(sums, common=self._is_common, weighed=window.weight is not None)
+        self._measured = square, norm.double().square(), small, big
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:

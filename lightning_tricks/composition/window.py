@@ -56,11 +56,6 @@ class Window:
         return self._sums.weight
 
     @property
-    def loss_sum(self) -> Tensor | None:
-        """The sum of their losses times their weights, as far as anybody reads it."""
-        return self._sums.loss
-
-    @property
     def _sums(self) -> _Sums:
         return self._before + self._batch
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FirstOfWindow", "NoiseScale", "filled"]
+__all__ = ["FirstOfWindow", "NoiseScale", "batch_sizes", "filled"]
 
 
 @dataclass
@@ -44,6 +44,25 @@ class FirstOfWindow:
     def numbers(self) -> Tensor:
         """Return what is summed: squared norm, 1 / samples, samples, and 1."""
         return torch.stack([self.square.double(), *filled(self.square, 1 / self.samples, self.samples, 1.0)])
+
+
+def batch_sizes(sums: Tensor, *, common: bool, weighed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean squared norm of the first micro-batches, and the samples behind it and behind the window.
+
+    Args:
+        sums: over the ranks: `FirstOfWindow.numbers`; then of the window its samples, the sum of 1 / samples of its
+            micro-batches, and their number.
+        common: whether each rank's first gradient is that of all ranks.
+        weighed: whether micro-batches count by their samples. Where batches of any size count the same, the noise is
+            that of fewer samples, evenly spread.
+
+    Example:
+        >>> batch_sizes(torch.tensor([4.0, 0.5, 2.0, 1.0, 6.0, 0.75, 2.0]), common=False, weighed=True)
+        (tensor(4.), tensor(2.), tensor(6.))
+    """
+    square, inverse, samples_of_first, ranks, samples, inverses, batches = sums
+    small = samples_of_first if common else ranks / inverse
+    return square / ranks, small, samples if weighed else batches.square() / inverses
 
 
 def filled(like: Tensor, *values: float) -> list[Tensor]:

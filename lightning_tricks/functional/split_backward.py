@@ -97,7 +97,7 @@ def run_parts(
     """
     trained = [one for one in parameters if one.requires_grad]
     before = [one.grad for one in trained]
-    hooks = [_take_hooks_(one) for one in trained]  # they are to see the batch's gradient, once
+    hooks = _take_hooks_(trained)  # they are to see the batch's gradient, once
     _set_gradients(trained, [None] * len(trained))
     total = sum(weights) or 1.0
     outputs: list[Any] = [None] * len(parts)
@@ -137,8 +137,8 @@ def run_parts(
         raise
     finally:
         _set_gradients(trained, before)
-        for taken in hooks:
-            _put_hooks_back_(taken)
+        for dictionary, taken in hooks:
+            dictionary.update(taken)
     if mean is None:
         return None, outputs, handles
     counted = counted or 1.0
@@ -173,21 +173,16 @@ class _Inject(torch.autograd.Function):
         return None, None if ctx.share is None else gradient * ctx.share, None, None, None, *sums
 
 
-def _take_hooks_(parameter: nn.Parameter) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Empty the dictionaries of a parameter's own hooks, which autograd holds on to, and return what was in them.
+def _take_hooks_(parameters: Sequence[nn.Parameter]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Empty the dictionaries of the parameters' own hooks, which autograd holds on to, and return what was in them.
 
     Private names of torch 2.13. DDP's hooks are others, of the graph's last nodes.
     """
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    taken = [(hooks, dict(hooks)) for hooks in kinds if hooks]
+    kinds = (hooks for one in parameters for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks) if hooks)
+    taken = [(hooks, dict(hooks)) for hooks in kinds]
     for hooks, _ in taken:
         hooks.clear()
     return taken
-
-
-def _put_hooks_back_(taken: list[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
-    for hooks, before in taken:
-        hooks.update(before)
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -61,6 +61,18 @@ def test_the_size_is_remembered_and_larger_ones_are_tried(monkeypatch) -> None:
     assert set(module.sizes) == {4}
 
 
+def test_the_size_is_part_of_a_checkpoint(tmp_path) -> None:
+    run = Run(("list",), "nothing", (8, 8), capacity=4, fails_on=0, at_call=0, in_backward=False)
+    data = DataLoader(micro_batching_cases.batches_of(run, 0), batch_size=None)
+    first = quiet_trainer(lt.MicroBatching())
+    first.fit(seeded(lambda: Limited(run)).double(), data)
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    micro_batching, module = lt.MicroBatching(), seeded(lambda: Limited(run)).double()
+    quiet_trainer(micro_batching, max_epochs=2).fit(module, data, ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    assert module.calls == len(module.sizes) == 4  # none of them failed
+    assert micro_batching.state_dict()["retries"] == 1
+
+
 def test_growth_that_fits_is_kept(monkeypatch) -> None:
     monkeypatch.setattr("lightning_tricks.callbacks.micro_batching._GROW_AFTER", 2)
     run = Run(("list",), "nothing", (8,) * 6, capacity=8, fails_on=0, at_call=1, in_backward=False)
@@ -196,6 +208,23 @@ def test_the_outputs_are_joined() -> None:
     torch.testing.assert_close(parts.outputs["mean"], whole.outputs["mean"])
     assert torch.equal(parts.outputs["inputs"], parts.batch[0])
     assert (parts.outputs["size"], parts.outputs["kind"]) == (2.0, "train")
+
+
+def test_what_only_some_parts_return_is_kept() -> None:
+    class ReturnsSome(Net):
+        def training_step(self, batch, batch_idx):
+            more = {"few": batch[0].mean()} if len(batch[0]) == 1 else {}
+            return {"loss": super().training_step(batch, batch_idx), "inputs": batch[0], **more}
+
+    class Outputs(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            self.outputs, self.batch = outputs, batch
+
+    seen = Outputs()
+    data = DataLoader([[torch.randn(3, 8), torch.randn(3, 1)]], batch_size=None)
+    fit(ReturnsSome(), lt.MicroBatching(2), seen, data=data)
+    assert torch.equal(seen.outputs["inputs"], seen.batch[0])
+    torch.testing.assert_close(seen.outputs["few"], seen.batch[0][2:].mean())
 
 
 def logged(*tricks: lt.Trick, module: pl.LightningModule, data=None) -> dict[str, float]:
