@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-__all__ = ["check_choice", "check_indices", "check_int", "check_number", "check_timeout", "refuse_missing_optimizers"]
+__all__ = [
+    "check_choice",
+    "check_duration",
+    "check_indices",
+    "check_int",
+    "check_number",
+    "check_timeout",
+    "refuse_missing_optimizers",
+]
 
 
 def check_number(
@@ -54,6 +62,29 @@ def check_int(name: str, value: object, *, minimum: int) -> int:
     if value < minimum:
         raise ValueError(f"expected `{name}` to be at least {minimum}, got {value}")
     return value
+
+
+def check_duration(name: str, value: object) -> int | float:
+    """Return a duration: an int is a number of steps, a float in [0, 1) a fraction of the run. Else raise.
+
+    Args:
+        name: the argument's name, for the message.
+        value: what the user passed.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+
+    Example:
+        >>> check_duration("warmup", 100), check_duration("warmup", 0.05)
+        (100, 0.05)
+    """
+    if isinstance(value, int):
+        return check_int(name, value, minimum=0)
+    fraction = check_number(name, value)
+    if fraction >= 1:
+        raise ValueError(f"expected `{name}` to be an int or a fraction of the run below 1.0, got {value!r}")
+    return fraction
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

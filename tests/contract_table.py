@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 import lightning_tricks as lt
 from tests.models import ManualNet, Net, trainer
 
-ALWAYS = "always neutral"
+NUM_TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Row:
         accumulates: batches a step when it acts, for a trick that accumulates by itself.
         by_ranks: keys of its logs that depend on how many ranks share a global batch.
         refused: words of the modes that it refuses at the start of fit.
+        turn: for one of several rows that differ in a formula alone: each takes its share of the modes, by turns.
     """
 
     name: str
@@ -41,6 +42,10 @@ class Row:
     accumulates: int = 1
     by_ranks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    turn: int | None = None
+
+    def takes(self, mode: int) -> bool:
+        return self.turn is None or mode % NUM_TURNS == self.turn
 
     def refuses(self, mode: str) -> bool:
         return any(word in mode for word in self.refused)
@@ -241,6 +246,41 @@ ROWS = (
             (_fit(lt.WarmupCosineScheduler(1, total_steps={3: 9})), r"got index 3"),
             (_fit(lt.WarmupCosineScheduler(1, min_lr=1.0)), r"min_lr"),
             (_fit(lt.WarmupCosineScheduler(1), max_epochs=-1), r"total_steps"),
+        ),
+    ),
+    *(
+        Row(
+            name,
+            acting={"warmup": 2, **acting},
+            neutral={"warmup": 0, "min_lr_ratio": 1.0, **acting},
+            manual={"total_steps": 20},
+            turn=turn,
+            refusals=(
+                (_fit(getattr(lt, name)(100, **acting)), r"warmup=100 .*total_steps=7"),
+                (_fit(getattr(lt, name)(1, **acting), module=SchedulesByItself()), r"StepLR"),
+                (_fit(getattr(lt, name)(1, **acting), lt.LearningRateWarmup(2)), r"LearningRateWarmup"),
+                (_fit(getattr(lt, name)(1, **acting), max_epochs=-1), r"total_steps"),
+            ),
+        )
+        for turn, (name, acting) in enumerate(
+            {
+                "WarmupLinearScheduler": {},
+                "WarmupStableDecayScheduler": {"decay": 0.3, "decay_shape": "sqrt"},
+                "WarmupInverseSqrtScheduler": {},
+                "WarmupCosineRestartsScheduler": {"num_cycles": 2},
+                "WarmupPolynomialScheduler": {"power": 2.0},
+            }.items()
+        )
+    ),
+    Row(
+        "LearningRateWarmup",
+        acting={"warmup": 4},
+        neutral={"warmup": 0},
+        refusals=(
+            (_fit(lt.LearningRateWarmup(100)), r"warmup=100 and total_steps=7"),
+            (_fit(lt.LearningRateWarmup(1, optimizers=[2])), r"got index 2"),
+            (_fit(lt.LearningRateWarmup(0.5), max_epochs=-1), r"total_steps"),
+            (_fit(lt.LearningRateWarmup(0.5), module=ManualNet()), r"total_steps"),
         ),
     ),
     Row(

@@ -57,9 +57,16 @@ MODES = {
     "two optimizers": (TwoOptimizers, {}),
     "two optimizers fp16": (TwoOptimizers, {"plugins": lambda: fp16(2.0**18)}),
 }
-modes = pytest.mark.parametrize("mode", MODES)
+
+
+def rows_by(modes) -> pytest.MarkDecorator:
+    pairs = [(row, mode) for row in ROWS for number, mode in enumerate(modes) if row.takes(number)]
+    return pytest.mark.parametrize(("row", "mode"), pairs, ids=[f"{mode}-{row.name}" for row, mode in pairs])
+
+
+rows_and_modes = rows_by(MODES)
 # There a plain run steps on uninitialised memory, after a first step that overflows: nothing to compare with.
-sound_modes = pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "fp16 fused momentum"])
+rows_and_sound_modes = rows_by([mode for mode in MODES if mode != "fp16 fused momentum"])
 
 
 def run_mode(mode: str, callbacks: list[pl.Callback], width: int = 8, **more) -> tuple[pl.Trainer, Net]:
@@ -81,8 +88,7 @@ def is_manual(mode: str) -> bool:
 # 1. resume
 
 
-@rows
-@modes
+@rows_and_modes
 def test_resumed_run_equals_uninterrupted_one(row: Row, mode: str, tmp_path) -> None:
     """Epochs have 7 batches: inside the first, at its edge, inside the second, each at the edge of a window of 3.
 
@@ -135,8 +141,7 @@ def plain_run(mode: str, **options: int) -> tuple[pl.Trainer, Net]:
     return run_mode(mode, [], **options)
 
 
-@rows
-@sound_modes
+@rows_and_sound_modes
 def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
     if row.refuses(mode):
         return check_refusal(row, mode)
@@ -147,8 +152,7 @@ def test_neutral_settings_change_nothing(row: Row, mode: str) -> None:
     assert run.global_step == trainer_of_plain.global_step
 
 
-@rows
-@sound_modes
+@rows_and_sound_modes
 def test_acting_settings_act(row: Row, mode: str) -> None:
     """The other half of the neutral test: it could not tell if the trick were not listed at all."""
     if row.refuses(mode):

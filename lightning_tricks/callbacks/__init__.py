@@ -9,11 +9,19 @@ from lightning_tricks.callbacks.gradient_flow import GradientMonitor
 from lightning_tricks.callbacks.gradient_release import EarlyGradientRelease
 from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
+from lightning_tricks.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
 from lightning_tricks.callbacks.micro_batching import MicroBatching
 from lightning_tricks.callbacks.noise_scale import GradientNoiseScaleMonitor
 from lightning_tricks.callbacks.random_state import ExactResume
-from lightning_tricks.callbacks.schedules import WarmupCosineScheduler
+from lightning_tricks.callbacks.schedules import (
+    WarmupCosineRestartsScheduler,
+    WarmupCosineScheduler,
+    WarmupInverseSqrtScheduler,
+    WarmupLinearScheduler,
+    WarmupPolynomialScheduler,
+    WarmupStableDecayScheduler,
+)
 from lightning_tricks.callbacks.update_rounding import VanishingUpdateMonitor
 
 __all__ = [
@@ -27,12 +35,18 @@ __all__ = [
     "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
+    "LearningRateWarmup",
     "LossScaleMonitor",
     "LossSpikeGuard",
     "MicroBatching",
     "NonFiniteGuard",
     "PercentileGradientClipping",
     "VanishingUpdateMonitor",
+    "WarmupCosineRestartsScheduler",
     "WarmupCosineScheduler",
+    "WarmupInverseSqrtScheduler",
+    "WarmupLinearScheduler",
+    "WarmupPolynomialScheduler",
+    "WarmupStableDecayScheduler",
     "ZScoreGradientClipping",
 ]

@@ -1,31 +1,31 @@
-"""Learning-rate schedules as callbacks. They follow the applied steps of the ledger, whoever skips the others."""
+"""Learning-rate schedules as callbacks: each a curve of `functional.schedules` over the applied steps of the ledger."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import lightning.pytorch as pl
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_tricks._lightning import (
-    MisconfigurationException,
-    add_scheduler,
-    is_fast_dev_run,
-    other_rate_writers,
-    remove_scheduler,
-    schedulers_of,
+from lightning_tricks._schedule import Schedule
+from lightning_tricks._validation import check_choice, check_duration, check_int, check_number
+from lightning_tricks.functional.schedules import (
+    DECAY_SHAPES,
+    resolve_duration,
+    warmup_cosine,
+    warmup_cosine_restarts,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+    warmup_stable_decay,
 )
-from lightning_tricks._validation import check_indices, check_int, check_number, refuse_missing_optimizers
-from lightning_tricks.composition import OptimizerLedger, OptimizerStep, Summary, Touches, Trick, step_ledger
-from lightning_tricks.composition.horizon import optimizer_steps_of_run
-from lightning_tricks.functional.schedules import even_start_factor, resolve_duration, warmup_cosine
 
-__all__ = ["WarmupCosineScheduler"]
+__all__ = [
+    "WarmupCosineRestartsScheduler",
+    "WarmupCosineScheduler",
+    "WarmupInverseSqrtScheduler",
+    "WarmupLinearScheduler",
+    "WarmupPolynomialScheduler",
+    "WarmupStableDecayScheduler",
+]
 
 
-class WarmupCosineScheduler(Trick):
+class WarmupCosineScheduler(Schedule):
     """Raise the learning rate linearly over a warmup, then lower it along half a cosine until the end of the run.
 
     The rate is a closed form of the applied steps: a step that a loss scaler or a guard left out does not move it, a
@@ -60,10 +60,7 @@ class WarmupCosineScheduler(Trick):
         >>> schedule = WarmupCosineScheduler(1000, min_lr=1e-6)
     """
 
-    touches = Touches.HYPERPARAMETERS
-    job = "set the learning rate"
     buys = "warmup and cosine decay over the steps that were really taken"
-    costs = "one scalar read a step where a fused optimizer may skip one, else nothing to speak of"
 
     def __init__(
         self,
@@ -75,225 +72,319 @@ class WarmupCosineScheduler(Trick):
         total_steps: int | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
-        if isinstance(warmup, int):
-            self.warmup: int | float = check_int("warmup", warmup, minimum=0)
-        else:
-            self.warmup = check_number("warmup", warmup)
-            if warmup >= 1:
-                raise ValueError(f"expected `warmup` to be an int or a fraction of the run below 1.0, got {warmup!r}")
-        self.min_lr_ratio = check_number("min_lr_ratio", min_lr_ratio, maximum=1.0)
-        self.min_lr = None if min_lr is None else check_number("min_lr", min_lr)
-        self.start_factor = None if start_factor is None else check_number("start_factor", start_factor, maximum=1.0)
-        if isinstance(total_steps, Mapping):
-            check_indices("total_steps", total_steps)
-        for one in total_steps.values() if isinstance(total_steps, Mapping) else [total_steps]:
-            if one is not None:
-                check_int("total_steps", one, minimum=1)
-        self._scope = None if optimizers is None else check_indices("optimizers", optimizers)
-        self.total_steps = total_steps
-        self.optimizers = optimizers
-        self.reset()
-
-    @property
-    @override
-    def scope(self) -> frozenset[int] | None:
-        return self._scope
-
-    @property
-    @override
-    def state_key(self) -> str:
-        return self._scoped_state_key(optimizers=sorted(self._scope or ()))
-
-    @override
-    def rivals(self, trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-        return other_rate_writers(trainer)
-
-    @override
-    def reset(self) -> None:
-        self._schedulers: dict[int, _FollowsLedger] = {}
-        self._saved: dict[int, dict[str, Any]] = {}
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_missing_optimizers("optimizers", self._scope, len(trainer.optimizers))
-        if isinstance(self.total_steps, Mapping):
-            refuse_missing_optimizers("total_steps", self.total_steps, len(trainer.optimizers))
-        indices = sorted(self._scope) if self._scope is not None else range(len(trainer.optimizers))
-        self._refuse_other_schedulers(trainer, pl_module, [trainer.optimizers[index] for index in indices])
-        for index in indices:
-            self._schedulers[index] = _FollowsLedger(self, trainer.optimizers[index])
-            add_scheduler(trainer, self._schedulers[index])
-            if self.total_steps is not None or not pl_module.automatic_optimization:
-                self._resolve(index, trainer, pl_module)  # what needs no data is refused before any is read
-
-    @override
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        for index, scheduler in self._schedulers.items():
-            scheduler.total_steps, scheduler.warmup_steps = self._resolve(index, trainer, module)
-            scheduler.begin(step_ledger(trainer)[index])
-
-    def _resolve(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[int, int]:
-        """Total steps and warmup steps of optimizer `index`."""
-        total = self._total_steps_of(index, trainer, module)
-        saved = self._saved.get(index, {})
-        if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total:
-            return total, int(saved["warmup_steps"])
-        warmup = resolve_duration(self.warmup, total)
-        if warmup > total and is_fast_dev_run(trainer):
-            return total, total
-        if warmup > total:
-            raise ValueError(
-                f"expected `warmup` to be no longer than the run, got warmup={self.warmup} and total_steps={total}: "
-                "shorten the warmup, give a fraction of the run, or train longer"
-            )
-        return total, warmup
-
-    def _total_steps_of(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> int:
-        given = self.total_steps.get(index) if isinstance(self.total_steps, Mapping) else self.total_steps
-        if given is not None:
-            return given
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} cannot know how often {type(module).__name__} steps optimizer {index}, since "
-                "it optimizes manually: pass total_steps=..., an int or a mapping by optimizer index"
-            )
-        return optimizer_steps_of_run(trainer)
-
-    def _refuse_other_schedulers(
-        self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]
-    ) -> None:
-        for config in schedulers_of(trainer):
-            if any(config.scheduler.optimizer is optimizer for optimizer in optimizers):
-                raise MisconfigurationException(
-                    f"{type(self).__name__} and {type(config.scheduler).__name__}, which "
-                    f"{type(module).__name__}.configure_optimizers returns, would both {self.job}: return the "
-                    f"optimizer alone, or drop {type(self).__name__} from Trainer(callbacks=...)"
-                )
-
-    @override
-    def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
-        if step.index in self._schedulers:
-            self._schedulers[step.index].step()
-
-    @override
-    def catch_up(self, trainer: pl.Trainer) -> None:
-        for scheduler in self._schedulers.values():
-            if scheduler.behind:
-                scheduler.set_rates()
-
-    def lr_at(self, step: int, base_lr: float, *, warmup_steps: int, total_steps: int) -> float:
-        """Return the learning rate for the step after `step` applied ones.
-
-        Args:
-            step: applied steps so far, 0 or more.
-            base_lr: the group's own rate, at the top of the curve.
-            warmup_steps: length of the warmup.
-            total_steps: length of the curve.
-
-        Raises:
-            ValueError: `min_lr` is above the group's own rate.
-        """
-        if base_lr == 0.0:  # a group that is frozen by its rate stays so
-            return 0.0
-        if self.min_lr is not None and self.min_lr > base_lr:
-            raise ValueError(f"expected `min_lr` to be at most the learning rate {base_lr}, got {self.min_lr}")
-        ratio = self.min_lr_ratio if self.min_lr is None else self.min_lr / base_lr
-        start = even_start_factor(warmup_steps) if self.start_factor is None else self.start_factor
-        return base_lr * warmup_cosine(
-            step, warmup_steps=warmup_steps, total_steps=total_steps, start_factor=start, min_ratio=ratio
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
         )
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._detach(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._detach(trainer)
-
-    def _detach(self, trainer: pl.Trainer) -> None:
-        self._saved = self.state_dict().get("warmups", {})
-        for scheduler in self._schedulers.values():
-            remove_scheduler(trainer, scheduler)
-        self._schedulers.clear()
-
-    @override
-    def summary(self, trainer: pl.Trainer) -> Summary:
-        curves = [
-            f"optimizer {index}: {one.warmup_steps} steps of warmup, {one.total_steps} in all, "
-            f"{one.ledger.applied} applied, {len(one.optimizer.param_groups)} group(s)"
-            for index, one in self._schedulers.items()
-        ]
-        return Summary("\n".join(curves))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        resolved = {index: one.state() for index, one in self._schedulers.items() if one.total_steps}
-        states = resolved or self._saved  # before training starts no length is known
-        return {"warmups": states} if states else {}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict["warmups"])
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_cosine(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+        )
 
 
-class _FollowsLedger(LRScheduler):
-    """What the Trainer sees of a schedule: a scheduler whose `step` sets the rate that the ledger calls for.
+class WarmupLinearScheduler(Schedule):
+    """Raise the learning rate linearly over a warmup, then lower it linearly until the end of the run.
 
-    Calling it twice changes nothing, whoever does. The base class's constructor is left out on purpose: it patches the
-    optimizer's `step` and takes a first step.
+    Args:
+        warmup: as in `WarmupCosineScheduler`, and so are the arguments that are not named here.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the warmup is longer than the run.
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        That of `WarmupCosineScheduler`.
+
+    Reference:
+        Devlin et al. (2019), "BERT", arXiv:1810.04805, appendix A.2.
+
+    Example:
+        >>> from lightning_tricks import WarmupLinearScheduler
+        >>> schedule = WarmupLinearScheduler(500, min_lr_ratio=0.0)
     """
 
-    def __init__(self, curve: WarmupCosineScheduler, optimizer: Optimizer) -> None:
-        self.curve = curve
-        self.optimizer = optimizer
-        self.ledger = OptimizerLedger()  # the run's own from `begin` on, as are the two lengths
-        self.warmup_steps = 0
-        self.total_steps = 0
-        self.last_epoch = 0
-        self.behind = False
+    buys = "warmup and linear decay"
 
-    def begin(self, ledger: OptimizerLedger) -> None:
-        """Take each group's own rate as the top of its curve, and set the rate for the first step."""
-        self.ledger = ledger
-        for group in self.optimizer.param_groups:
-            group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
-        self.set_rates()
-
-    def set_rates(self) -> None:
-        """Set the rate for the next step. Synchronises where only the device knows the last step's verdict."""
-        self.behind = False
-        self.last_epoch = self.ledger.applied
-        for group in self.optimizer.param_groups:
-            base = group.setdefault("initial_lr", float(group["lr"]))  # a group may be added while training
-            lr = self._lr(self.last_epoch, base)
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        *,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
+        )
 
     @override
-    def step(self, epoch: int | None = None) -> None:
-        """Set the rate for the next step if that costs no synchronisation now; else it is set before the next batch."""
-        self.behind = not self.ledger.known_on_host
-        if not self.behind:
-            self.set_rates()
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_linear(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+        )
 
-    def state(self) -> dict[str, Any]:
-        """What a resume with another horizon has to know."""
-        return {"warmup": self.curve.warmup, "warmup_steps": self.warmup_steps}
+
+class WarmupStableDecayScheduler(Schedule):
+    """Raise the learning rate over a warmup, hold it, and lower it over the last part of the run (WSD).
+
+    A run can be resumed before its decay with a longer horizon and goes on at the same rate.
+
+    Args:
+        warmup: as in `WarmupCosineScheduler`, and so are the arguments that are not named here.
+        decay: length of the last part: an int is a number of steps, a float in [0, 1) a fraction of the run.
+        decay_shape: ``"linear"``, ``"cosine"`` (half of one) or ``"sqrt"`` (1 - sqrt(progress)).
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; warmup and decay are longer than the
+            run.
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        That of `WarmupCosineScheduler`.
+
+    Reference:
+        Hu et al. (2024), "MiniCPM", arXiv:2404.06395, section 4; Hägele et al. (2024), arXiv:2405.18392.
+
+    Example:
+        >>> from lightning_tricks import WarmupStableDecayScheduler
+        >>> schedule = WarmupStableDecayScheduler(1000, 0.2, "sqrt")
+    """
+
+    buys = "warmup, a plateau to branch off from, and a decay at the end"
+
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        decay: int | float = 0.1,
+        decay_shape: str = "linear",
+        *,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
+        )
+        self.decay = check_duration("decay", decay)
+        check_choice("decay_shape", decay_shape, tuple(DECAY_SHAPES))
+        self.decay_shape = decay_shape
 
     @override
-    def get_last_lr(self) -> list[float | Tensor]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def _too_long(self, warmup_steps: int, total_steps: int) -> str | None:
+        decay = resolve_duration(self.decay, total_steps)
+        if warmup_steps + decay <= total_steps:
+            return None
+        return (
+            f"expected `warmup` and `decay` to be no longer than the run, got warmup={self.warmup} and "
+            f"decay={self.decay}, {warmup_steps} and {decay} steps, and total_steps={total_steps}: shorten them, give "
+            "fractions of the run, or train longer"
+        )
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # the position is the ledger's, the rest the callback's
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_stable_decay(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+            decay_steps=resolve_duration(self.decay, total_steps),
+            decay_shape=self.decay_shape,
+        )
+
+
+class WarmupInverseSqrtScheduler(Schedule):
+    """Raise the learning rate over a warmup, then lower it as one over the square root of the step.
+
+    The time scale is the warmup: at 4 times as many steps the rate is one half. `min_lr_ratio` is a floor.
+
+    Args:
+        warmup: as in `WarmupCosineScheduler`, and so are the arguments that are not named here.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the warmup is longer than the run.
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        That of `WarmupCosineScheduler`.
+
+    Reference:
+        Vaswani et al. (2017), "Attention Is All You Need", arXiv:1706.03762, equation 3.
+
+    Example:
+        >>> from lightning_tricks import WarmupInverseSqrtScheduler
+        >>> schedule = WarmupInverseSqrtScheduler(4000, min_lr_ratio=0.0)
+    """
+
+    buys = "warmup and a decay that does not depend on how long the run is"
+
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        *,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
+        )
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing, whatever scheduler wrote it."""
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_inverse_sqrt(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+        )
 
-    def _lr(self, step: int, base_lr: float) -> float:
-        return self.curve.lr_at(step, base_lr, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
+
+class WarmupCosineRestartsScheduler(Schedule):
+    """Raise the learning rate over a warmup, then lower it along half a cosine several times, each from the top.
+
+    Args:
+        warmup: as in `WarmupCosineScheduler`, and so are the arguments that are not named here.
+        num_cycles: how many times, 1 or more.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the warmup is longer than the run.
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        That of `WarmupCosineScheduler`.
+
+    Reference:
+        Loshchilov, Hutter (2017), "SGDR", arXiv:1608.03983, equation 5.
+
+    Example:
+        >>> from lightning_tricks import WarmupCosineRestartsScheduler
+        >>> schedule = WarmupCosineRestartsScheduler(100, num_cycles=3)
+    """
+
+    buys = "warmup and warm restarts"
+
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        *,
+        num_cycles: int = 1,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
+        )
+        self.num_cycles = check_int("num_cycles", num_cycles, minimum=1)
+
+    @override
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_cosine_restarts(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+            num_cycles=self.num_cycles,
+        )
+
+
+class WarmupPolynomialScheduler(Schedule):
+    """Raise the learning rate over a warmup, then lower it as a power of what is left of the run.
+
+    Args:
+        warmup: as in `WarmupCosineScheduler`, and so are the arguments that are not named here.
+        power: the exponent, above 0; 1 is linear.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the warmup is longer than the run.
+        MisconfigurationException: the horizon cannot be known, or the module returns a scheduler of its own.
+
+    Cost:
+        That of `WarmupCosineScheduler`.
+
+    Reference:
+        Devlin et al. (2019), "BERT", arXiv:1810.04805, in its code.
+
+    Example:
+        >>> from lightning_tricks import WarmupPolynomialScheduler
+        >>> schedule = WarmupPolynomialScheduler(100, power=2.0)
+    """
+
+    buys = "warmup and polynomial decay"
+
+    def __init__(
+        self,
+        warmup: int | float = 0.03,
+        *,
+        power: float = 1.0,
+        min_lr_ratio: float = 0.1,
+        min_lr: float | None = None,
+        start_factor: float | None = None,
+        total_steps: int | dict[int, int] | None = None,
+        optimizers: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            warmup,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=min_lr,
+            start_factor=start_factor,
+            total_steps=total_steps,
+            optimizers=optimizers,
+        )
+        self.power = check_number("power", power, above=True)
+
+    @override
+    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+        return warmup_polynomial(
+            step,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
+            start_factor=start_factor,
+            min_ratio=min_ratio,
+            power=self.power,
+        )

@@ -227,6 +227,8 @@ class Conductor(Callback):
         self._finish(trainer, pl_module, training_ends=True)
 
     def _finish(self, trainer: pl.Trainer, module: pl.LightningModule, *, training_ends: bool) -> None:
+        for trick in self.tricks:
+            trick.catch_up(trainer)
         unlogged, self._stepped = self._stepped, set()
         for trick in self.tricks:
             trick.finish(trainer, module, training_ends=training_ends)
