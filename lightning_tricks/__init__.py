@@ -9,6 +9,7 @@ from lightning_tricks.callbacks import (
     AdaptiveGradientClipping,
     EarlyGradientRelease,
     ExactResume,
+    ExponentialMovingAverage,
     Float8Training,
     GradientAccumulation,
     GradientMonitor,
@@ -21,6 +22,7 @@ from lightning_tricks.callbacks import (
     MicroBatching,
     NonFiniteGuard,
     PercentileGradientClipping,
+    StochasticWeightAverage,
     VanishingUpdateMonitor,
     WarmupCosineRestartsScheduler,
     WarmupCosineScheduler,
@@ -29,6 +31,7 @@ from lightning_tricks.callbacks import (
     WarmupPolynomialScheduler,
     WarmupStableDecayScheduler,
     ZScoreGradientClipping,
+    load_averaged_weights,
 )
 from lightning_tricks.composition import (
     OptimizerLedger,
@@ -52,6 +55,7 @@ __all__ = [
     "AdaptiveGradientClipping",
     "EarlyGradientRelease",
     "ExactResume",
+    "ExponentialMovingAverage",
     "FP16Precision",
     "FSDP2Strategy",
     "Float8Training",
@@ -71,6 +75,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingPolicy",
     "StepLedger",
+    "StochasticWeightAverage",
     "Summary",
     "Touches",
     "Trick",
@@ -85,5 +90,6 @@ __all__ = [
     "ZeRO1Strategy",
     "assert_accumulation_equivalent",
     "current_step",
+    "load_averaged_weights",
     "step_ledger",
 ]

@@ -5,13 +5,12 @@ Seen in lightning 2.6.6. Where a touch works around an upstream fault, the issue
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as DEFAULT_TIMEOUT
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
@@ -21,6 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -44,19 +44,15 @@ __all__ = [
     "changes_batch_on_device",
     "estimate_steps_by",
     "free_memory_cache",
-    "has_persistent_workers",
     "has_static_graph",
     "is_fast_dev_run",
+    "is_fitting",
     "is_last_batch",
     "is_last_epoch",
     "is_local_path",
     "is_logging_step",
     "is_out_of_memory",
     "is_training_batch",
-    "load_loader_states",
-    "loader_generators",
-    "loader_keeps_no_state",
-    "loader_states_are_pending",
     "logged_step",
     "loss_scaler",
     "module_overrides",
@@ -64,13 +60,9 @@ __all__ = [
     "other_rate_writers",
     "precision_of",
     "remove_scheduler",
-    "restart_train_iterator",
-    "resume_point",
-    "saved_loader_states",
     "schedulers_of",
     "set_callbacks",
     "set_device_mesh",
-    "set_sampler_epochs",
     "steer_accumulation",
     "step_without_a_batch",
     "takes_loader_iter",
@@ -98,6 +90,11 @@ def logged_step(trainer: pl.Trainer) -> int:
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
     """Whether the Trainer only tries a few batches out."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def is_fitting(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer runs `fit`, of which training and validation are parts."""
+    return trainer.state.fn == TrainerFn.FITTING
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
@@ -310,84 +307,6 @@ def train_batches_per_epoch(trainer: pl.Trainer) -> float:
 def batch_index(trainer: pl.Trainer) -> int:
     """The index of the current training batch in its epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-
-
-ResumePoint = Literal["after fit", "inside epoch", "after last batch", "after validation", "after epoch"]
-
-
-def resume_point(trainer: pl.Trainer) -> ResumePoint:
-    """Where in an epoch the checkpoint was saved that this run resumes from. To be asked in `on_train_start`."""
-    fit_loop = trainer.fit_loop
-    epoch_loop = fit_loop.epoch_loop
-    if fit_loop.resumed_on_epoch_end:
-        return "after epoch"
-    if not fit_loop.restarting:
-        return "after fit"
-    if not epoch_loop.batch_progress.is_last_batch:
-        return "inside epoch"
-    return "after last batch" if epoch_loop.restarted_on_train_batch_end else "after validation"
-
-
-def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
-    """Random generators of their own that the training loaders and their samplers draw from, each once."""
-    loader = trainer.fit_loop._combined_loader
-    owners = [] if loader is None else [o for one in loader.flattened for o in (one, getattr(one, "sampler", None))]
-    found = {id(g): g for g in (getattr(o, "generator", None) for o in owners) if isinstance(g, torch.Generator)}
-    return list(found.values())
-
-
-def loader_keeps_no_state(trainer: pl.Trainer) -> bool:
-    """Whether a training loader lacks `state_dict` and `load_state_dict`, so that its position is not saved."""
-    loader = trainer.fit_loop._combined_loader
-    stateful: Callable[[Any], bool] = lambda one: hasattr(one, "state_dict") and hasattr(one, "load_state_dict")  # noqa: E731
-    return loader is not None and not all(stateful(one) for one in loader.flattened)
-
-
-def has_persistent_workers(trainer: pl.Trainer) -> bool:
-    """Whether a training loader keeps its worker processes, and with them their random states, between epochs."""
-    loader = trainer.fit_loop._combined_loader
-    return loader is not None and any(getattr(one, "persistent_workers", False) for one in loader.flattened)
-
-
-def saved_loader_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """The positions of the training loaders in a checkpoint; empty where they keep none."""
-    return list(checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", []))
-
-
-def load_loader_states(trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
-    """Put the training loaders back to saved positions; they take effect with `restart_train_iterator`."""
-    loop = trainer.fit_loop
-    if states and loop._combined_loader is not None:
-        loop._combined_loader._load_state_dicts(states)
-        loop._combined_loader_states_to_load = []
-
-
-def loader_states_are_pending(trainer: pl.Trainer) -> bool:
-    """Whether Lightning came too late to load the loaders' positions.
-
-    `estimated_stepping_batches`, asked in `configure_optimizers`, sets the data up before the checkpoint is read.
-    """
-    return bool(trainer.fit_loop._combined_loader_states_to_load)
-
-
-def set_sampler_epochs(trainer: pl.Trainer) -> bool:
-    """Tell the training loaders' samplers which epoch the run is in, and return whether any listens.
-
-    After a resume Lightning begins to walk the data before it does, in the order of the first epoch.
-    """
-    loaders = [] if trainer.fit_loop._combined_loader is None else trainer.fit_loop._combined_loader.flattened
-    for loader in loaders:
-        _set_sampler_epoch(loader, trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
-    samplers = [getattr(one, name, None) for one in loaders for name in ("sampler", "batch_sampler")]
-    samplers += [getattr(one, "sampler", None) for one in samplers]
-    return any(hasattr(one, "set_epoch") for one in samplers)
-
-
-def restart_train_iterator(trainer: pl.Trainer) -> None:
-    """Begin to walk the training data, as Lightning does at an epoch's start but not after every resume."""
-    fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is not None:
-        iter(fetcher)
 
 
 def callbacks_that_copy_the_module(trainer: pl.Trainer) -> list[str]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._lightning import callbacks_of, schedulers_of
@@ -26,7 +27,7 @@ def refuse_shortage(ring: SnapshotRing, trainer: pl.Trainer, module: pl.Lightnin
     Raises:
         MemoryError: says how much is needed and how much is free.
     """
-    shortage = ring.shortage(module, trainer.optimizers)
+    shortage = ring.shortage(module, trainer.optimizers, _tensors_of_others(trainer))
     if not trainer.strategy.reduce_boolean_decision(not shortage):
         raise MemoryError(shortage or "the snapshots do not fit the free memory of another rank, which says how much")
 
@@ -48,7 +49,7 @@ def take_snapshot(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningM
         "ledger": [ledger.state_dict() for ledger in step_ledger(trainer)],
         "tricks": [other.state_dict() for other in _others(trainer)],
     }
-    ring.take(module, trainer.optimizers, values)
+    ring.take(module, trainer.optimizers, values, _tensors_of_others(trainer))
 
 
 def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -59,7 +60,7 @@ def restore_run_(ring: SnapshotRing, trainer: pl.Trainer, module: pl.LightningMo
         trainer: the Trainer, between two batches.
         module: the module.
     """
-    values: dict[str, Any] = ring.restore_(module, trainer.optimizers)
+    values: dict[str, Any] = ring.restore_(module, trainer.optimizers, _tensors_of_others(trainer))
     for optimizer in trainer.optimizers:  # gradients of a window that is open belong to other weights
         optimizer.zero_grad(set_to_none=True)
     drop_open_gradients_(module)
@@ -110,3 +111,12 @@ def restore_rates_(rates: list[tuple[dict[str, Any], Any]]) -> None:
 def _others(trainer: pl.Trainer) -> list[Trick]:
     """The tricks whose state goes back."""
     return [one for one in callbacks_of(trainer) if isinstance(one, Trick) and one.rewinds]
+
+
+def _tensors_of_others(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """What the tricks keep on the device, by names that tell them apart."""
+    return {
+        f"{number} {name}": tensor
+        for number, other in enumerate(_others(trainer))
+        for name, tensor in other.tensors().items()
+    }

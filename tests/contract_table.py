@@ -4,7 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 import lightning_tricks as lt
 from tests.models import ManualNet, Net, trainer
@@ -28,6 +34,7 @@ class Row:
         accumulates: batches a step when it acts, for a trick that accumulates by itself.
         by_ranks: keys of its logs that depend on how many ranks share a global batch.
         refused: words of the modes that it refuses at the start of fit.
+        averages: whether checkpoints hold an average of the weights in their place, and the weights beside.
         turn: for one of several rows that differ in a formula alone: each takes its share of the modes, by turns.
     """
 
@@ -42,6 +49,7 @@ class Row:
     accumulates: int = 1
     by_ranks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    averages: bool = False
     turn: int | None = None
 
     def takes(self, mode: int) -> bool:
@@ -281,6 +289,32 @@ ROWS = (
             (_fit(lt.LearningRateWarmup(1, optimizers=[2])), r"got index 2"),
             (_fit(lt.LearningRateWarmup(0.5), max_epochs=-1), r"total_steps"),
             (_fit(lt.LearningRateWarmup(0.5), module=ManualNet()), r"total_steps"),
+        ),
+    ),
+    Row(
+        "ExponentialMovingAverage",
+        acting={"decay": 0.5, "average_buffers": True},
+        neutral={"start_step": 1000},
+        averages=True,
+        refusals=(
+            (_fit(lt.ExponentialMovingAverage(), lt.ExponentialMovingAverage(0.9)), r"ExponentialMovingAverage"),
+            (_fit(lt.ExponentialMovingAverage(), lt.StochasticWeightAverage()), r"StochasticWeightAverage"),
+            (_fit(lt.ExponentialMovingAverage(), EMAWeightAveraging()), r"EMAWeightAveraging"),
+            (_fit(lt.ExponentialMovingAverage(), StochasticWeightAveraging(0.1)), r"StochasticWeightAveraging"),
+        ),
+    ),
+    Row(
+        "StochasticWeightAverage",
+        acting={"start": 2},
+        neutral={"start": 1000, "total_steps": 2000},
+        manual={"update_batchnorm": False},
+        refusals=(
+            (_fit(lt.StochasticWeightAverage(), lt.StochasticWeightAverage(0.1)), r"StochasticWeightAverage"),
+            (_fit(lt.StochasticWeightAverage(), WeightAveraging()), r"WeightAveraging"),
+            (_fit(lt.StochasticWeightAverage(7)), r"start=7 and total_steps=7"),
+            (_fit(lt.StochasticWeightAverage(), max_epochs=-1), r"total_steps"),
+            (_fit(lt.StochasticWeightAverage(), module=ManualNet()), r"total_steps"),
+            (_fit(lt.StochasticWeightAverage(3), module=ManualNet(batchnorm=True)), r"update_batchnorm=False"),
         ),
     ),
     Row(

@@ -23,12 +23,18 @@ from lightning_tricks.callbacks.schedules import (
     WarmupStableDecayScheduler,
 )
 from lightning_tricks.callbacks.update_rounding import VanishingUpdateMonitor
+from lightning_tricks.callbacks.weight_averaging import (
+    ExponentialMovingAverage,
+    StochasticWeightAverage,
+    load_averaged_weights,
+)
 
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "EarlyGradientRelease",
     "ExactResume",
+    "ExponentialMovingAverage",
     "Float8Training",
     "GradientAccumulation",
     "GradientMonitor",
@@ -41,6 +47,7 @@ __all__ = [
     "MicroBatching",
     "NonFiniteGuard",
     "PercentileGradientClipping",
+    "StochasticWeightAverage",
     "VanishingUpdateMonitor",
     "WarmupCosineRestartsScheduler",
     "WarmupCosineScheduler",
@@ -49,4 +56,5 @@ __all__ = [
     "WarmupPolynomialScheduler",
     "WarmupStableDecayScheduler",
     "ZScoreGradientClipping",
+    "load_averaged_weights",
 ]

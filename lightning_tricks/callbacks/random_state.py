@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_tricks._lightning import (
+from lightning_tricks._lightning_data import (
     has_persistent_workers,
     load_loader_states,
     loader_generators,

@@ -167,6 +167,8 @@ class Conductor(Callback):
         strategy = trainer.strategy
         watched = functools.partial(_watched_optimizer_step, self, trainer, strategy.optimizer_step)
         self._undo.append(patch_(strategy, "optimizer_step", watched))
+        load = functools.partial(_adapt_then_load, self, trainer, strategy.load_optimizer_state_dict)
+        self._undo.append(patch_(strategy, "load_optimizer_state_dict", load))
         self._watched = list(trainer.optimizers)
         for optimizer in self._watched:
             self._undo.append(optimizer.register_step_pre_hook(functools.partial(_on_torch_step, self)))
@@ -371,6 +373,14 @@ def _watched_optimizer_step(
         raise
     conductor.end_step(trainer, trainer.lightning_module)
     return output
+
+
+def _adapt_then_load(
+    conductor: Conductor, trainer: pl.Trainer, load: Callable[..., Any], checkpoint: dict[str, Any]
+) -> None:
+    for trick in conductor.tricks:
+        trick.adapt_checkpoint(trainer, checkpoint)
+    load(checkpoint)
 
 
 def _closure_of_window(conductor: Conductor, closure: Callable[[], Any]) -> Any:

@@ -158,6 +158,18 @@ class Trick(Callback):
         """
         return None
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return what training changes that is too large for `state_dict`: a rollback brings it back in place."""
+        return {}
+
+    def adapt_checkpoint(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        """Change what is about to be loaded into the optimizers and schedulers.
+
+        Args:
+            trainer: the Trainer, with optimizers set up.
+            checkpoint: all of it; its ``"optimizer_states"`` and ``"lr_schedulers"`` are yet to be loaded.
+        """
+
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         """Return what to log. Asked only on batches that the Trainer logs.
 

@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private: torch 2.13
 from torch.optim import Optimizer
 
-__all__ = ["gather_state_dict", "load_full_optimizer_state_", "load_full_state_", "read_state_dict", "whole"]
+__all__ = [
+    "copy_from_whole_",
+    "gather_state_dict",
+    "load_full_optimizer_state_",
+    "load_full_state_",
+    "read_state_dict",
+    "whole",
+]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -56,6 +63,25 @@ def gather_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     if hasattr(state, "_metadata"):  # the versions of the modules, for those that read older states
         gathered._metadata = state._metadata
     return gathered if first else {}
+
+
+@torch.no_grad()
+def copy_from_whole_(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded; each rank reads its part.
+
+    Args:
+        target: sharded or plain.
+        value: of the same shape, the same on every rank.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if target.shape != value.shape:
+        raise ValueError(f"expected a tensor of shape {tuple(target.shape)}, got one of {tuple(value.shape)}")
+    if isinstance(target, DTensor):
+        _copy_part_(target, value)
+    else:
+        target.copy_(value)
 
 
 def load_full_state_(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

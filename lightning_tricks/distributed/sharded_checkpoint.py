@@ -41,6 +41,7 @@ __all__ = [
     "is_sharded_checkpoint",
     "load_sharded_state_",
     "named_optimizer_state",
+    "read_full_checkpoint",
     "read_meta",
     "read_sharded_optimizer_state",
     "saved_names",
@@ -260,12 +261,25 @@ def consolidate(path: Path, file: Path, *, weights_only: bool = True) -> None:
     Raises:
         FileNotFoundError: no complete checkpoint is there.
     """
+    save_file(read_full_checkpoint(path, weights_only=weights_only), file)
+
+
+def read_full_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint folder as one ordinary checkpoint, optimizer state included. In one process.
+
+    Args:
+        path: of the folder.
+        weights_only: whether to refuse what is neither tensor nor plain value, as `torch.load` does.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint is there.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-        _consolidate(path, file, weights_only)
+        return _read_full(path, weights_only)
 
 
-def _consolidate(path: Path, file: Path, weights_only: bool) -> None:
+def _read_full(path: Path, weights_only: bool) -> dict[str, Any]:
     rest, metadata = read_meta(path, weights_only=weights_only), _metadata(path)
     reader = FileSystemReader(recover(path))
     model = {
@@ -280,7 +294,7 @@ def _consolidate(path: Path, file: Path, weights_only: bool) -> None:
         state = _tensors_of(metadata, index, {})
         load({f"optimizer_{index}": {"state": state}}, storage_reader=reader, no_dist=True)
         states.append(_numbered({"state": _merged(state, skeleton["state"]), "param_groups": skeleton["param_groups"]}))
-    save_file({**rest, "state_dict": model, **({"optimizer_states": states} if has_states else {})}, file)
+    return {**rest, "state_dict": model, **({"optimizer_states": states} if has_states else {})}
 
 
 def _leaves(value: Any) -> list[Any]:

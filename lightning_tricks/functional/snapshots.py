@@ -13,9 +13,10 @@ Sharding:
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from lightning_tricks.functional.shards import local_tensor
 __all__ = ["SnapshotRing", "expected_state_bytes", "free_bytes", "num_bytes", "training_tensors"]
 
 
-def training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def training_tensors(
+    module: nn.Module, optimizers: Sequence[Optimizer], more: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Tensor]:
     """Collect what training changes, as this rank's parts.
 
     Args:
         module: the model.
         optimizers: its optimizers.
+        more: further tensors that training changes, by a name each.
 
     Returns:
         The live tensors by a name that stays the same; of DTensors the local ones. Writing to them changes the model.
@@ -44,6 +48,7 @@ def training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict
     """
     found = {f"parameter {name}": local_tensor(one.detach()) for name, one in module.named_parameters()}
     found |= {f"buffer {name}": local_tensor(one.detach()) for name, one in module.named_buffers()}
+    found |= {f"other {name}": local_tensor(one) for name, one in more.items()}
     for number, state in enumerate(_states(optimizers)):
         found |= {
             f"state {number} {key}": local_tensor(one.detach()) for key, one in state.items() if isinstance(one, Tensor)
@@ -162,21 +167,28 @@ class SnapshotRing:
         return num_bytes(self._snapshots[-1].tensors) if self._snapshots else self.expected_bytes
 
     @torch.no_grad()
-    def take(self, module: nn.Module, optimizers: Sequence[Optimizer], values: Any = None) -> None:
+    def take(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        values: Any = None,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Take a snapshot, in the place of the oldest one if the ring is full.
 
         Args:
             module: the model.
             optimizers: its optimizers.
             values: plain values to keep beside; copied.
+            more: further tensors to copy, as in `training_tensors`.
 
         Raises:
             MemoryError: the ring would not fit the free memory. Nothing was copied.
         """
-        shortage = self.shortage(module, optimizers)
+        shortage = self.shortage(module, optimizers, more)
         if shortage:
             raise MemoryError(shortage)
-        live = training_tensors(module, optimizers)
+        live = training_tensors(module, optimizers, more)
         held = self._next_tensors()
         if self._spare:
             self._spare.pop()
@@ -193,12 +205,15 @@ class SnapshotRing:
         self._snapshots.append(_Snapshot(held, set(live), copy.deepcopy(values), states, groups))
 
     @torch.no_grad()
-    def restore_(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
+    def restore_(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], more: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Any:
         """Bring the newest snapshot back. It stays in the ring.
 
         Args:
             module: the model that it was taken of.
             optimizers: its optimizers.
+            more: further tensors to write to.
 
         Returns:
             The plain values that were kept beside.
@@ -215,7 +230,7 @@ class SnapshotRing:
                     continue
                 del state[key]  # it came after the snapshot, or is a plain value
             state.update(copy.deepcopy(plain))
-        live = training_tensors(module, optimizers)
+        live = training_tensors(module, optimizers, more)
         # What came, or changed its shape, after the snapshot stays as it is.
         known = [name for name in live if name in snapshot.present and snapshot.tensors[name].shape == live[name].shape]
         _copy([live[name] for name in known], [snapshot.tensors[name] for name in known])
@@ -238,14 +253,17 @@ class SnapshotRing:
         self._snapshots.clear()
         self._spare.clear()
 
-    def shortage(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    def shortage(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], more: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> str:
         """Say why the ring does not fit the free memory, "" if it does. Chooses where the snapshots are to lie.
 
         Args:
             module: the model.
             optimizers: its optimizers; state that they have not made yet is estimated.
+            more: further tensors that are to be copied.
         """
-        live = training_tensors(module, optimizers)
+        live = training_tensors(module, optimizers, more)
         missing = _missing(live, self._next_tensors())
         if not missing:
             return ""

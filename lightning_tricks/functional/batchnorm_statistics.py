@@ -1,0 +1,62 @@
+"""Take the running statistics of BatchNorm anew, for weights that no forward pass of training has seen.
+
+An average of weights has activations of its own: their mean and variance are those of no iterate. They are measured as
+the mean over some batches of the statistics of each.
+
+Reference:
+    Izmailov et al. (2018), "Averaging Weights Leads to Wider Optima and Better Generalization", arXiv:1803.05407,
+    section 3.2; the computation is that of ``torch.optim.swa_utils.update_bn``.
+
+Cost:
+    A forward pass over the batches.
+
+Sharding:
+    Each rank has the statistics of its own batches.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["fresh_statistics", "layers_with_statistics"]
+
+
+def layers_with_statistics(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Return the layers of BatchNorm that keep running statistics.
+
+    Args:
+        module: the model.
+
+    Example:
+        >>> layers_with_statistics(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)))
+        [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)]
+    """
+    layers = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    return [one for one in layers if one.running_mean is not None]
+
+
+@contextmanager
+def fresh_statistics(module: nn.Module) -> Iterator[None]:
+    """Reset running statistics, and let each forward pass in training mode count the same while the context lasts.
+
+    Args:
+        module: the model.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(1)
+        >>> with fresh_statistics(layer):
+        ...     _ = layer(torch.tensor([[0.0], [2.0]])), layer(torch.tensor([[4.0], [6.0]]))
+        >>> layer.running_mean, layer.momentum
+        (tensor([3.]), 0.1)
+    """
+    layers = layers_with_statistics(module)
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
