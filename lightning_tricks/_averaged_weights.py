@@ -320,6 +320,7 @@ class _Part:
         self.begun_at = 0
         self.applied = 0
         self.held: list[Tensor] | None = None
+        self.versions: list[int] = []
         self.follower: Follower
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -347,6 +348,7 @@ class _Part:
     def show(self) -> None:
         if self.average is not None and self.held is None:
             self.held = show_(self.live, self.average.local)
+            self.versions = [one._version for one in self.live]
 
     def put_back(self) -> None:
         if self.held is not None:
@@ -355,9 +357,11 @@ class _Part:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the parameters are what `show` made them."""
+        """Whether the parameters are what `show` made them: not written to, nor pointing elsewhere."""
         if self.average is None or self.held is None:
             return True
+        if self.versions != [one._version for one in self.live]:  # they may share memory with the average
+            return False
         pairs = zip(self.live, self.average.local, strict=True)
         return all(torch.equal(local_tensor(one.detach()), own.to(local_tensor(one))) for one, own in pairs)
 
