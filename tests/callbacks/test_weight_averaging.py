@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
+from tests.averaging_cases import averaged, averaged_under
+from tests.distributed_cases import BY_HAND
 from tests.models import FixedGradients, Net, TwoOptimizers, assert_same, fit, fp16, loader, seeded, trainer, weights
 
 INF = float("inf")
@@ -495,3 +497,34 @@ def test_swa_in_the_middle_is_part_of_a_checkpoint_but_not_its_weights(tmp_path)
     other = Net()
     lt.load_averaged_weights(other, tmp_path / "a.ckpt")
     assert_same(weights(other), checkpoint["callbacks"]["StochasticWeightAverage"]["average"])
+
+
+# Under strategies
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2", BY_HAND])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_case_27_the_average_under_a_strategy_equals_one_process(kind, strategy, two_processes, tmp_path) -> None:
+    """Weights, scores and checkpoints; each resumes from the files of the other."""
+    reference = str(tmp_path / "one.ckpt")
+    one = averaged(kind, "one process", save=reference, rank=0, world_size=1)
+    close = {"rtol": 0, "atol": 1e-6}
+    for whole, resumed, from_folder in two_processes.run(averaged_under, kind, strategy, str(tmp_path), reference):
+        for result in (whole, resumed, from_folder or resumed):
+            assert_same(result["weights"], one["weights"], **close)
+            assert_same(result["copy"], one["weights"], **close)
+            assert result["losses"] == pytest.approx(one["losses"][-len(result["losses"]) :], abs=1e-6)
+        assert len(whole["losses"]) == 2
+    file, own = (torch.load(path, weights_only=True) for path in (tmp_path / f"{kind}-{strategy}.ckpt", reference))
+    assert_same(file["state_dict"], own["state_dict"], **close)
+    name = "ExponentialMovingAverage" if kind == "ema" else "StochasticWeightAverage"
+    for key, held in own["callbacks"][name].items():
+        if key in ("raw", "average") and held:
+            assert_same(file["callbacks"][name][key], held, **close)
+    again = averaged(kind, "one process", resume=str(tmp_path / f"{kind}-{strategy}.ckpt"), rank=0, world_size=1)
+    assert_same(again["weights"], one["weights"], **close)
+    if strategy == "fsdp2":
+        loaded, expected = Net(), Net()
+        lt.load_averaged_weights(loaded, tmp_path / f"{kind}-folder.ckpt")
+        lt.load_averaged_weights(expected, reference)
+        assert_same(weights(loaded), weights(expected), **close)
