@@ -292,6 +292,26 @@ ROWS = (
         ),
     ),
     Row(
+        "WeightDecayGroups",
+        acting={"weight_decay": 0.5},
+        neutral={"exclude": ()},
+        refusals=(
+            (_fit(lt.WeightDecayGroups(), lt.WeightDecayGroups(0.1)), r"WeightDecayGroups"),
+            (_fit(lt.WeightDecayGroups(exclude="decoder.*")), r"(?s)decoder.*Block \(3\)"),
+            (_fit(lt.WeightDecayGroups(), module=LbfgsNet()), r"LBFGS"),
+        ),
+    ),
+    Row(
+        "LayerwiseLearningRateDecay",
+        acting={"decay": 0.5},
+        neutral={"decay": 1.0},
+        refusals=(
+            (_fit(lt.LayerwiseLearningRateDecay(), lt.LayerwiseLearningRateDecay(0.5)), r"LayerwiseLearningRateDecay"),
+            (_fit(lt.LayerwiseLearningRateDecay(blocks="encoder.*")), r"(?s)encoder.*Block \(3\)"),
+            (_fit(lt.LayerwiseLearningRateDecay(), module=LbfgsNet()), r"LBFGS"),
+        ),
+    ),
+    Row(
         "ExponentialMovingAverage",
         acting={"decay": 0.5, "average_buffers": True},
         neutral={"start_step": 1000},

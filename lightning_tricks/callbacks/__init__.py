@@ -13,6 +13,7 @@ from lightning_tricks.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
 from lightning_tricks.callbacks.micro_batching import MicroBatching
 from lightning_tricks.callbacks.noise_scale import GradientNoiseScaleMonitor
+from lightning_tricks.callbacks.parameter_groups import LayerwiseLearningRateDecay, WeightDecayGroups
 from lightning_tricks.callbacks.random_state import ExactResume
 from lightning_tricks.callbacks.schedules import (
     WarmupCosineRestartsScheduler,
@@ -41,6 +42,7 @@ __all__ = [
     "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
+    "LayerwiseLearningRateDecay",
     "LearningRateWarmup",
     "LossScaleMonitor",
     "LossSpikeGuard",
@@ -55,6 +57,7 @@ __all__ = [
     "WarmupLinearScheduler",
     "WarmupPolynomialScheduler",
     "WarmupStableDecayScheduler",
+    "WeightDecayGroups",
     "ZScoreGradientClipping",
     "load_averaged_weights",
 ]
