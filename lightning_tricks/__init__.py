@@ -7,6 +7,7 @@ Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zer
 from lightning_tricks.callbacks import (
     ActivationCheckpointing,
     AdaptiveGradientClipping,
+    DropoutScheduler,
     EarlyGradientRelease,
     ExactResume,
     ExponentialMovingAverage,
@@ -16,6 +17,7 @@ from lightning_tricks.callbacks import (
     GradientNoiseScaleMonitor,
     GradientNormClipping,
     GradientValueClipping,
+    HyperparameterScheduler,
     LayerwiseLearningRateDecay,
     LearningRateWarmup,
     LossScaleMonitor,
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
+    "DropoutScheduler",
     "EarlyGradientRelease",
     "ExactResume",
     "ExponentialMovingAverage",
@@ -66,6 +69,7 @@ __all__ = [
     "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
+    "HyperparameterScheduler",
     "LayerwiseLearningRateDecay",
     "LearningRateWarmup",
     "LossScaleMonitor",

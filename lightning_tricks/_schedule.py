@@ -103,16 +103,22 @@ class Schedule(Trick):
             self._schedulers[index] = _FollowsLedger(self, trainer.optimizers[index])
             add_scheduler(trainer, self._schedulers[index])
             if self.total_steps is not None or not pl_module.automatic_optimization:
-                self._resolve(index, trainer, pl_module)  # what needs no data is refused before any is read
+                self.resolve(index, trainer, pl_module)  # what needs no data is refused before any is read
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for index, scheduler in self._schedulers.items():
-            scheduler.total_steps, scheduler.warmup_steps = self._resolve(index, trainer, module)
+            scheduler.total_steps, scheduler.warmup_steps = self.resolve(index, trainer, module)
             scheduler.begin(step_ledger(trainer)[index])
 
-    def _resolve(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[int, int]:
-        """Total steps and warmup steps of optimizer `index`."""
+    def resolve(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[int, int]:
+        """Return the total steps and the warmup steps of optimizer `index`.
+
+        Args:
+            index: of the optimizer.
+            trainer: the Trainer, with the data set up.
+            module: its module.
+        """
         total = self._total_steps_of(index, trainer, module)
         saved = self._saved.get(index, {})
         if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total:
@@ -216,9 +222,17 @@ class Schedule(Trick):
         ]
         return Summary("\n".join(curves))
 
+    def lengths(self, warmup_steps: int) -> dict[str, Any]:
+        """Return what a resume with another horizon has to know.
+
+        Args:
+            warmup_steps: of the warmup.
+        """
+        return {"warmup": self.warmup, "warmup_steps": warmup_steps}
+
     @override
     def state_dict(self) -> dict[str, Any]:
-        resolved = {index: one.state() for index, one in self._schedulers.items() if one.total_steps}
+        resolved = {index: self.lengths(one.warmup_steps) for index, one in self._schedulers.items() if one.total_steps}
         states = resolved or self._saved  # before training starts no length is known
         return {"warmups": states} if states else {}
 
@@ -268,10 +282,6 @@ class _FollowsLedger(LRScheduler):
         self.behind = not self.ledger.known_on_host
         if not self.behind:
             self.set_rates()
-
-    def state(self) -> dict[str, Any]:
-        """What a resume with another horizon has to know."""
-        return {"warmup": self.curve.warmup, "warmup_steps": self.warmup_steps}
 
     @override
     def get_last_lr(self) -> list[float | Tensor]:

@@ -35,6 +35,7 @@ class Row:
         by_ranks: keys of its logs that depend on how many ranks share a global batch.
         refused: words of the modes that it refuses at the start of fit.
         averages: whether checkpoints hold an average of the weights in their place, and the weights beside.
+        config: arguments for a YAML, where those of `acting` cannot stand in one.
         turn: for one of several rows that differ in a formula alone: each takes its share of the modes, by turns.
     """
 
@@ -50,6 +51,7 @@ class Row:
     by_ranks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     averages: bool = False
+    config: dict[str, Any] | None = None
     turn: int | None = None
 
     def takes(self, mode: int) -> bool:
@@ -99,6 +101,18 @@ class LbfgsNet(Net):
         import torch
 
         return torch.optim.LBFGS(self.parameters())
+
+
+class LinearNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        from torch import nn
+
+        self.net = nn.Linear(8, 1)
+
+
+def half_of(step: int) -> float:
+    return 0.5 if step % 2 else 0.1
 
 
 MANUAL = ("manual", "two optimizers")
@@ -289,6 +303,52 @@ ROWS = (
             (_fit(lt.LearningRateWarmup(1, optimizers=[2])), r"got index 2"),
             (_fit(lt.LearningRateWarmup(0.5), max_epochs=-1), r"total_steps"),
             (_fit(lt.LearningRateWarmup(0.5), module=ManualNet()), r"total_steps"),
+        ),
+    ),
+    Row(
+        "HyperparameterScheduler",
+        acting={"target": "optimizer.weight_decay", "schedule": half_of},
+        neutral={"target": "net.*.dropout.p", "schedule": lt.WarmupLinearScheduler(0, min_lr_ratio=1.0, total_steps=9)},
+        config={
+            "target": "optimizer.weight_decay",
+            "schedule": {"class_path": "lightning_tricks.WarmupCosineScheduler", "init_args": {"warmup": 2}},
+        },
+        refusals=(
+            (
+                _fit(lt.HyperparameterScheduler("optimizer.lr", half_of), lt.LearningRateWarmup(2)),
+                r"LearningRateWarmup",
+            ),
+            (
+                _fit(lt.HyperparameterScheduler("optimizer.lr", half_of), module=SchedulesByItself()),
+                r"StepLR, which SchedulesByItself.*lr of optimizer 0, group 0",
+            ),
+            (
+                _fit(lt.HyperparameterScheduler("net.0.*.p", half_of), lt.HyperparameterScheduler("*.p", half_of)),
+                r"'net.0.\*.p'.*'\*.p'.*would both set net.0.dropout.p",
+            ),
+            (
+                _fit(lt.HyperparameterScheduler("*.dropout.p", half_of), lt.DropoutScheduler(steps=2)),
+                r"HyperparameterScheduler.*DropoutScheduler would both set net.0.dropout.p",
+            ),
+            (_fit(lt.HyperparameterScheduler("optimizer.momentum", half_of)), r"momentum.*AdamW, which has.*betas"),
+            (_fit(lt.HyperparameterScheduler("decoder.*.p", half_of)), r"no module matches"),
+            (_fit(lt.HyperparameterScheduler("net.*.q", half_of)), r"none with a number q"),
+            (_fit(lt.HyperparameterScheduler("optimizer.lr", half_of, optimizers=[1])), r"got index 1"),
+            (
+                _fit(lt.HyperparameterScheduler("optimizer.eps", lt.WarmupLinearScheduler(100))),
+                r"warmup=100 and total_steps=7",
+            ),
+        ),
+    ),
+    Row(
+        "DropoutScheduler",
+        acting={"mode": "early", "steps": 2},
+        neutral={"mode": "constant", "steps": 2},
+        refusals=(
+            (_fit(lt.DropoutScheduler(steps=2), lt.DropoutScheduler("late", steps=2)), r"DropoutScheduler"),
+            (_fit(lt.DropoutScheduler(steps=2), module=LinearNet()), r"LinearNet has none"),
+            (_fit(lt.DropoutScheduler(steps=0.5), module=ManualNet()), r"total_steps"),
+            (_fit(lt.DropoutScheduler(steps=0.5), max_epochs=-1), r"total_steps"),
         ),
     ),
     Row(

@@ -300,7 +300,7 @@ def test_built_by_the_command_line_from_yaml(row: Row, tmp_path) -> None:
     config = {
         "model": row.module,
         "trainer": {
-            "callbacks": [{"class_path": f"lightning_tricks.{row.name}", "init_args": row.acting}],
+            "callbacks": [{"class_path": f"lightning_tricks.{row.name}", "init_args": row.config or row.acting}],
             "max_epochs": 1,
             "default_root_dir": str(tmp_path),
             "log_every_n_steps": 1,

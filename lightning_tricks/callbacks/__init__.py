@@ -8,6 +8,7 @@ from lightning_tricks.callbacks.float8 import Float8Training
 from lightning_tricks.callbacks.gradient_flow import GradientMonitor
 from lightning_tricks.callbacks.gradient_release import EarlyGradientRelease
 from lightning_tricks.callbacks.guards import LossSpikeGuard, NonFiniteGuard
+from lightning_tricks.callbacks.hyperparameters import DropoutScheduler, HyperparameterScheduler
 from lightning_tricks.callbacks.learned_clipping import PercentileGradientClipping, ZScoreGradientClipping
 from lightning_tricks.callbacks.learning_rate_warmup import LearningRateWarmup
 from lightning_tricks.callbacks.loss_scale import LossScaleMonitor
@@ -33,6 +34,7 @@ from lightning_tricks.callbacks.weight_averaging import (
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveGradientClipping",
+    "DropoutScheduler",
     "EarlyGradientRelease",
     "ExactResume",
     "ExponentialMovingAverage",
@@ -42,6 +44,7 @@ __all__ = [
     "GradientNoiseScaleMonitor",
     "GradientNormClipping",
     "GradientValueClipping",
+    "HyperparameterScheduler",
     "LayerwiseLearningRateDecay",
     "LearningRateWarmup",
     "LossScaleMonitor",

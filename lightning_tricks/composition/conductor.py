@@ -25,7 +25,7 @@ from lightning_tricks._lightning import (
     set_callbacks,
     unscaled_loss,
 )
-from lightning_tricks.composition.conflicts import refuse_conflicts, refuse_other_package
+from lightning_tricks.composition.conflicts import refuse_conflicts, refuse_other_package, refuse_two_writers
 from lightning_tricks.composition.ledger import StepLedger
 from lightning_tricks.composition.report import print_table
 from lightning_tricks.composition.step import OptimizerStep
@@ -164,6 +164,7 @@ class Conductor(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the ledger and begin to watch the optimizers."""
         self.ledger.open(len(trainer.optimizers))
+        refuse_two_writers(self.tricks, trainer, pl_module)
         strategy = trainer.strategy
         watched = functools.partial(_watched_optimizer_step, self, trainer, strategy.optimizer_step)
         self._undo.append(patch_(strategy, "optimizer_step", watched))

@@ -4,7 +4,7 @@ From these facts the package orders the tricks, refuses pairs that would do a th
 moment and undoes it, logs, and prints its table.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -90,6 +90,23 @@ class Trick(Callback):
             Names as the user wrote them, such as "Trainer(gradient_clip_val=1.0)".
         """
         return []
+
+    @property
+    def title(self) -> str:
+        """What to call it in a message; more than its class where several of that are listed together."""
+        return type(self).__name__
+
+    def writes(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[Hashable, str]:
+        """Name the numbers that it sets while training: two tricks that set one are refused at the start of fit.
+
+        Args:
+            trainer: the Trainer, with optimizers set up.
+            module: the module.
+
+        Returns:
+            What to call each by what it is: the id of its owner, its name, and the index of an element or None.
+        """
+        return {}
 
     def reset(self) -> None:
         """Forget an earlier run: a new one begins with this same object."""
