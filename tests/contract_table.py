@@ -25,7 +25,7 @@ class Row:
     Args:
         name: the public class.
         acting: keyword arguments with which it does something to the runs of the contract.
-        neutral: keyword arguments with which it does nothing.
+        neutral: keyword arguments with which it does nothing; None where there are none.
         manual: arguments that manual optimization needs besides.
         refusals: what cannot be supported: each a function that runs a fit, and words of its error.
         same_weights: whether the weights after an acting run are those of a run without the trick, bit for bit.
@@ -33,7 +33,7 @@ class Row:
         across_ranks: how far a run of two processes may be from one of one.
         accumulates: batches a step when it acts, for a trick that accumulates by itself.
         by_ranks: keys of its logs that depend on how many ranks share a global batch.
-        refused: words of the modes that it refuses at the start of fit.
+        refused: words of the modes and strategies that it refuses at the start of fit.
         averages: whether checkpoints hold an average of the weights in their place, and the weights beside.
         config: arguments for a YAML, where those of `acting` cannot stand in one.
         turn: for one of several rows that differ in a formula alone: each takes its share of the modes, by turns.
@@ -41,7 +41,7 @@ class Row:
 
     name: str
     acting: dict[str, Any]
-    neutral: dict[str, Any]
+    neutral: dict[str, Any] | None
     manual: dict[str, Any] = field(default_factory=dict)
     refusals: tuple[tuple[Callable[[], Any], str], ...] = ()
     same_weights: bool = False
@@ -425,5 +425,18 @@ ROWS = (
         neutral={},
         same_weights=True,
         refusals=((_fit(lt.ExactResume(), lt.ExactResume()), r"ExactResume"),),
+    ),
+    Row(
+        "ScheduleFree",
+        acting={},
+        neutral=None,
+        averages=True,
+        module={"optimizer": "schedulefree"},
+        refused=("zero1",),
+        refusals=(
+            (_fit(lt.ScheduleFree()), r"ScheduleFree expected an optimizer of the package schedulefree.*got AdamW"),
+            (_fit(lt.ScheduleFree(), lt.ExponentialMovingAverage()), r"ExponentialMovingAverage"),
+            (_fit(lt.ScheduleFree(), WeightAveraging()), r"WeightAveraging"),
+        ),
     ),
 )

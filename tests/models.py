@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
+import schedulefree
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -138,6 +139,10 @@ def make_optimizer(parameters, optimizer: str, fused: bool, lr: float) -> torch.
     parameters = list(parameters)
     if optimizer == "adamw":  # a large epsilon, so that rounding is not amplified where runs are compared
         return torch.optim.AdamW(parameters, lr=lr, eps=1e-3, fused=fused)
+    if optimizer == "schedulefree":
+        free = schedulefree.AdamWScheduleFree(parameters, lr=lr, eps=1e-3)
+        free.train()  # for the runs without our callback
+        return free
     if optimizer == "momentum":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=fused)
     return torch.optim.SGD(parameters, lr=lr, fused=fused)

@@ -16,6 +16,7 @@ from lightning_tricks.callbacks.micro_batching import MicroBatching
 from lightning_tricks.callbacks.noise_scale import GradientNoiseScaleMonitor
 from lightning_tricks.callbacks.parameter_groups import LayerwiseLearningRateDecay, WeightDecayGroups
 from lightning_tricks.callbacks.random_state import ExactResume
+from lightning_tricks.callbacks.schedule_free import ScheduleFree
 from lightning_tricks.callbacks.schedules import (
     WarmupCosineRestartsScheduler,
     WarmupCosineScheduler,
@@ -52,6 +53,7 @@ __all__ = [
     "MicroBatching",
     "NonFiniteGuard",
     "PercentileGradientClipping",
+    "ScheduleFree",
     "StochasticWeightAverage",
     "VanishingUpdateMonitor",
     "WarmupCosineRestartsScheduler",

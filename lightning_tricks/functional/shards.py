@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-__all__ = ["Placement", "by_placement", "local_part", "local_tensor", "placement_of", "reduce_over_shards"]
+__all__ = ["Placement", "by_placement", "local_part", "local_tensor", "part_like", "placement_of", "reduce_over_shards"]
 
 Placement = tuple[Any, tuple[bool, ...]] | None
 """Where a shard lives: its mesh and, for each axis of it, whether the axis holds different parts. None: a plain
@@ -47,6 +47,26 @@ def local_part(tensor: Tensor) -> Tensor:
     """
     local = local_tensor(tensor)
     return torch.view_as_real(local) if local.is_complex() else local
+
+
+def part_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a tensor that is sharded as another one.
+
+    Args:
+        local: the part.
+        tensor: plain, for which the part is the whole, or DTensor.
+
+    Example:
+        >>> part_like(torch.ones(1), torch.zeros(1))
+        tensor([1.])
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    wrapped: Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return wrapped
 
 
 def placement_of(tensor: Tensor) -> Placement:
