@@ -1,6 +1,7 @@
-"""The command line: ``python -m lightning_tricks list``, ``guide`` and ``consolidate``."""
+"""The command line: ``python -m lightning_tricks list``, ``guide``, ``plot-schedule`` and ``consolidate``."""
 
 import argparse
+import ast
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_tricks
+from lightning_tricks._schedule import Schedule
 from lightning_tricks.composition import Trick
 from lightning_tricks.distributed.sharded_checkpoint import consolidate
 from lightning_tricks.functional.number_formats import full_speed, number_formats
@@ -50,6 +52,25 @@ def precision_table() -> Table:
     return table
 
 
+def public_schedules() -> dict[str, type[Schedule]]:
+    """Return the public learning-rate schedules by name."""
+    return {trick.__name__: trick for trick in public_tricks() if issubclass(trick, Schedule)}
+
+
+def schedule_from(name: str, settings: list[str]) -> Schedule:
+    """Build a schedule from words of the command line, each an argument as NAME=VALUE."""
+    arguments = {}
+    for one in settings:
+        key, _, value = one.partition("=")
+        if not key or not value:
+            raise ValueError(f"expected arguments of {name} as NAME=VALUE, such as warmup=100, got {one!r}")
+        try:
+            arguments[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[key] = value
+    return public_schedules()[name](**arguments)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line.
 
@@ -62,6 +83,14 @@ def main(arguments: list[str] | None = None) -> None:
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
     guiding = commands.add_parser("guide", help="which trick for which bottleneck")
     guiding.add_argument("topic", choices=["precision"], help="precision: the number formats, and which run fast here")
+    plotting = commands.add_parser("plot-schedule", help="the learning rate of a schedule over a run")
+    plotting.add_argument(
+        "schedule", choices=sorted(public_schedules()), metavar="SCHEDULE", help="the callback's name"
+    )
+    plotting.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="its arguments, such as warmup=100")
+    plotting.add_argument("--steps", type=int, help="length of the run, in applied steps")
+    plotting.add_argument("--lr", type=float, default=1.0, help="the learning rate at the top (default: 1.0)")
+    plotting.add_argument("--png", type=Path, metavar="FILE", help="write a PNG file, with the `plot` extra")
     consolidating = commands.add_parser("consolidate", help="a distributed checkpoint as one ordinary file")
     consolidating.add_argument("folder", type=Path, metavar="DIR", help="the folder that FSDP2Strategy saved")
     consolidating.add_argument("file", type=Path, metavar="FILE", help="where to write the file")
@@ -75,6 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
         except UnpicklingError as error:
             sys.exit(f"{error}\n\nIf you trust where the folder comes from, add --trusted.")
         print(f"wrote {options.file}")
+    elif options.command == "plot-schedule":
+        try:
+            schedule_from(options.schedule, options.arguments).plot(options.steps, base_lr=options.lr, path=options.png)
+        except (TypeError, ValueError, ImportError) as error:
+            sys.exit(str(error))
     elif options.command == "guide":
         Console().print(precision_table())
     elif options.markdown:

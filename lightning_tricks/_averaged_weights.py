@@ -62,7 +62,7 @@ class AveragedWeights(Trick):
     def begins_at(self, trainer: pl.Trainer, module: pl.LightningModule) -> int:
         """Return the number of applied steps whose weights the average begins with."""
 
-    def counts(self, steps_since_begin: int) -> bool:
+    def takes(self, steps_since_begin: int) -> bool:
         """Return whether the average is updated so many applied steps after its begin."""
         return True
 
@@ -341,7 +341,7 @@ class _Part:
         if self.average is None:
             if applied >= self.begin:
                 self.start()
-        elif self.owner.counts(applied - self.begun_at):
+        elif self.owner.takes(applied - self.begun_at):
             self.average.update_(self.live, self.owner.share(self.updates))
             self.updates += 1
 

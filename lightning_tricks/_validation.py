@@ -4,7 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
+from lightning_tricks.functional.schedules import duration_unit
+
 __all__ = [
+    "check_amount",
     "check_choice",
     "check_duration",
     "check_indices",
@@ -85,6 +88,30 @@ def check_duration(name: str, value: object) -> int | float:
     if fraction >= 1:
         raise ValueError(f"expected `{name}` to be an int or a fraction of the run below 1.0, got {value!r}")
     return fraction
+
+
+def check_amount(name: str, value: object) -> int | float | str:
+    """Return a duration as `check_duration` does, or one in samples or tokens: a number and the unit in a string.
+
+    Args:
+        name: the argument's name, for the message.
+        value: what the user passed.
+
+    Raises:
+        TypeError: it is neither a number nor a string.
+        ValueError: it is out of range, or a string of another form.
+
+    Example:
+        >>> check_amount("warmup", "2e9 tokens")
+        '2e9 tokens'
+    """
+    if not isinstance(value, str):
+        return check_duration(name, value)
+    try:
+        duration_unit(value)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from None
+    return value
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -268,6 +268,7 @@ class GradientAccumulation(Trick):
             window.total_weight = self._total.value()
             self._total = None
         total = window.weight_sum * ranks if window.total_weight is None else window.total_weight
+        step.weight = total
         self._loss = step.loss = window.mean_loss(self._size, ranks)
         if total == 0 or self._reference is None:
             step.leave_empty()
@@ -308,6 +309,11 @@ class GradientAccumulation(Trick):
         return 0 if len(self.schedule.steps) == 1 or self.schedule.by_epoch else step_ledger(trainer)[0].applied
 
     # What others ask
+
+    @property
+    @override
+    def counts(self) -> str | None:
+        return "tokens" if callable(self.weigh_by) else self.weigh_by if self.weigh_by == "samples" else None
 
     @override
     def count_steps(self, batches: int, epochs: int) -> int | None:

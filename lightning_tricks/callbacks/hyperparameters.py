@@ -144,6 +144,7 @@ class HyperparameterScheduler(_SetsPlaces):
         >>> dropout = HyperparameterScheduler("model.*.dropout.p", WarmupLinearScheduler(500))
     """
 
+    job = "set a hyperparameter"
     buys = "weight decay, momentum, dropout or any other number on a schedule"
 
     def __init__(
@@ -160,6 +161,8 @@ class HyperparameterScheduler(_SetsPlaces):
                 "expected `schedule` to be a schedule of this package or a function from the applied step to the "
                 f"value, got {schedule!r}"
             )
+        if isinstance(schedule, Schedule) and schedule.unit != "steps":
+            raise ValueError(f"expected `schedule` to go by steps, got one of {schedule.unit}")
         self.schedule = schedule
         self.optimizers = optimizers
         self._scope = None if optimizers is None else check_indices("optimizers", optimizers)

@@ -3,7 +3,7 @@
 from typing_extensions import override
 
 from lightning_tricks._schedule import Schedule
-from lightning_tricks._validation import check_choice, check_duration, check_int, check_number
+from lightning_tricks._validation import check_choice, check_int, check_number
 from lightning_tricks.functional.schedules import (
     DECAY_SHAPES,
     resolve_duration,
@@ -33,8 +33,10 @@ class WarmupCosineScheduler(Schedule):
     there. Parameter groups keep their ratios. LearningRateMonitor sees it as ``lr-<optimizer>``.
 
     Args:
-        warmup: an int is a number of steps, a float in [0, 1) a fraction of the run. A run that is resumed with another
-            horizon keeps the number of steps that a fraction gave at first, so that the rate never climbs again.
+        warmup: an int is a number of steps, a float in [0, 1) a fraction of the run; ``"50000 samples"`` or
+            ``"2e9 tokens"`` goes by what `GradientAccumulation` counts in the applied steps, and so must `total_steps`.
+            A run that is resumed with another horizon keeps the number that a fraction gave at first, so that the rate
+            never climbs again.
         min_lr_ratio: the rate at the end, as a share of each group's own, in [0, 1].
         min_lr: the rate at the end, the same for all groups; replaces `min_lr_ratio`.
         start_factor: the share of the rate at step 0, in [0, 1]. None: even steps whose first one is above zero,
@@ -64,12 +66,12 @@ class WarmupCosineScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
+        warmup: int | float | str = 0.03,
         *,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -82,7 +84,9 @@ class WarmupCosineScheduler(Schedule):
         )
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_cosine(
             step,
             warmup_steps=warmup_steps,
@@ -117,12 +121,12 @@ class WarmupLinearScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
+        warmup: int | float | str = 0.03,
         *,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -135,7 +139,9 @@ class WarmupLinearScheduler(Schedule):
         )
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_linear(
             step,
             warmup_steps=warmup_steps,
@@ -175,14 +181,14 @@ class WarmupStableDecayScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
-        decay: int | float = 0.1,
+        warmup: int | float | str = 0.03,
+        decay: int | float | str = 0.1,
         decay_shape: str = "linear",
         *,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -192,14 +198,18 @@ class WarmupStableDecayScheduler(Schedule):
             start_factor=start_factor,
             total_steps=total_steps,
             optimizers=optimizers,
+            decay=decay,
         )
-        self.decay = check_duration("decay", decay)
         check_choice("decay_shape", decay_shape, tuple(DECAY_SHAPES))
         self.decay_shape = decay_shape
 
+    def _decay_steps(self, total_steps: int) -> int:
+        assert self.decay is not None
+        return resolve_duration(self.decay, total_steps)
+
     @override
     def _too_long(self, warmup_steps: int, total_steps: int) -> str | None:
-        decay = resolve_duration(self.decay, total_steps)
+        decay = self._decay_steps(total_steps)
         if warmup_steps + decay <= total_steps:
             return None
         return (
@@ -209,14 +219,16 @@ class WarmupStableDecayScheduler(Schedule):
         )
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_stable_decay(
             step,
             warmup_steps=warmup_steps,
             total_steps=total_steps,
             start_factor=start_factor,
             min_ratio=min_ratio,
-            decay_steps=resolve_duration(self.decay, total_steps),
+            decay_steps=self._decay_steps(total_steps),
             decay_shape=self.decay_shape,
         )
 
@@ -248,12 +260,12 @@ class WarmupInverseSqrtScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
+        warmup: int | float | str = 0.03,
         *,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -266,7 +278,9 @@ class WarmupInverseSqrtScheduler(Schedule):
         )
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_inverse_sqrt(
             step,
             warmup_steps=warmup_steps,
@@ -302,13 +316,13 @@ class WarmupCosineRestartsScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
+        warmup: int | float | str = 0.03,
         *,
         num_cycles: int = 1,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -322,7 +336,9 @@ class WarmupCosineRestartsScheduler(Schedule):
         self.num_cycles = check_int("num_cycles", num_cycles, minimum=1)
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_cosine_restarts(
             step,
             warmup_steps=warmup_steps,
@@ -359,13 +375,13 @@ class WarmupPolynomialScheduler(Schedule):
 
     def __init__(
         self,
-        warmup: int | float = 0.03,
+        warmup: int | float | str = 0.03,
         *,
         power: float = 1.0,
         min_lr_ratio: float = 0.1,
         min_lr: float | None = None,
         start_factor: float | None = None,
-        total_steps: int | dict[int, int] | None = None,
+        total_steps: int | str | dict[int, int] | None = None,
         optimizers: list[int] | None = None,
     ) -> None:
         super().__init__(
@@ -379,7 +395,9 @@ class WarmupPolynomialScheduler(Schedule):
         self.power = check_number("power", power, above=True)
 
     @override
-    def curve(self, step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float) -> float:
+    def curve(
+        self, step: float, *, warmup_steps: int, total_steps: int, start_factor: float, min_ratio: float
+    ) -> float:
         return warmup_polynomial(
             step,
             warmup_steps=warmup_steps,

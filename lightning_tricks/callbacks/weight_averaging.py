@@ -171,7 +171,7 @@ class StochasticWeightAverage(AveragedWeights):
         return 1.0 / (num_updates + 2)  # the average began with the first
 
     @override
-    def counts(self, steps_since_begin: int) -> bool:
+    def takes(self, steps_since_begin: int) -> bool:
         return steps_since_begin % self.every_n_steps == 0
 
     @override

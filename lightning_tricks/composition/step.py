@@ -31,6 +31,7 @@ class OptimizerStep:
         loss: this rank's loss of the window, unscaled, a scalar on the device; kept where a trick `reads_loss`. In
             manual optimization the sum of what was backpropagated since the last step of any optimizer, None if
             nothing was.
+        weight: what the micro-batches of all ranks count together, by the trick that weighs them; None without one.
         judged: whether a guard owns the verdict on gradients that are not finite, so that nobody else need look.
     """
 
@@ -41,6 +42,7 @@ class OptimizerStep:
         self.verdict: Verdict | None = None
         self.loss: Tensor | None = None
         self.judged = False
+        self.weight: float | None = None
         self._measured: dict[Any, Tensor] = {}
         self._fused = unscales_by_itself(optimizer)
         self._moved = False

@@ -166,6 +166,11 @@ class Trick(Callback):
         """
         return None
 
+    @property
+    def counts(self) -> str | None:
+        """What it sums up for each step as `OptimizerStep.weight`: "samples" or "tokens"; None if neither."""
+        return None
+
     def count_steps(self, batches: int, epochs: int) -> int | None:
         """Count the optimizer steps that a run takes if none is skipped; None from a trick that does not bear on it.
 

@@ -34,10 +34,12 @@ Sharding:
 """
 
 import math
+import re
 from collections.abc import Callable
 
 __all__ = [
     "DECAY_SHAPES",
+    "duration_unit",
     "even_start_factor",
     "resolve_duration",
     "warmup_cosine",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _TIME_SCALE_WITHOUT_WARMUP = 10_000
+_AMOUNT = re.compile(r"(?P<number>\d+(\.\d*)?(e\+?\d+)?)\s+(?P<unit>samples|tokens)")
 
 
 def _half_cosine(progress: float) -> float:
@@ -78,28 +81,54 @@ def even_start_factor(warmup_steps: int) -> float:
     return 1.0 / (warmup_steps + 1)
 
 
-def resolve_duration(duration: float, total_steps: int) -> int:
+def duration_unit(duration: float | str) -> str | None:
+    """Return what a duration counts: "steps", "samples" or "tokens"; None for a fraction of the run.
+
+    Args:
+        duration: an int, a float, or a number and a unit in one string.
+
+    Raises:
+        ValueError: a string that is no positive number and one of these units.
+
+    Example:
+        >>> duration_unit(100), duration_unit("2e9 tokens"), duration_unit(0.1)
+        ('steps', 'tokens', None)
+    """
+    if not isinstance(duration, str):
+        return "steps" if isinstance(duration, int) else None
+    match = _AMOUNT.fullmatch(duration.strip())
+    if match is None:
+        raise ValueError(f'expected a number and a unit, as "2e9 tokens" or "50000 samples", got {duration!r}')
+    return match["unit"]
+
+
+def resolve_duration(duration: float | str, total_steps: int) -> int:
     """Turn a duration into steps: an int is a count, a float a fraction of the run.
 
     Args:
-        duration: an int, 0 or more, or a float in [0, 1].
-        total_steps: length of the run in steps.
+        duration: an int, 0 or more, a float in [0, 1], or a string as in `duration_unit`.
+        total_steps: length of the run, in steps or in the string's unit.
 
     Returns:
-        A number of steps. A fraction is rounded down.
+        A number of steps, or of the string's unit. A fraction is rounded down.
 
     Example:
         >>> resolve_duration(100, total_steps=1000), resolve_duration(0.03, total_steps=1000)
         (100, 30)
+        >>> resolve_duration("2e3 tokens", total_steps=10_000)
+        2000
     """
+    if isinstance(duration, str):
+        duration_unit(duration)
+        return int(float(duration.split()[0]))
     return duration if isinstance(duration, int) else int(duration * total_steps)
 
 
-def warmup_factor(step: int, *, warmup_steps: int, start_factor: float = 0.0) -> float:
+def warmup_factor(step: float, *, warmup_steps: int, start_factor: float = 0.0) -> float:
     """Rise linearly over the warmup, then stay at 1.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, 0 or more.
         start_factor: the multiple at step 0, in [0, 1].
 
@@ -114,12 +143,12 @@ def warmup_factor(step: int, *, warmup_steps: int, start_factor: float = 0.0) ->
 
 
 def warmup_cosine(
-    step: int, *, warmup_steps: int, total_steps: int, start_factor: float = 0.0, min_ratio: float = 0.0
+    step: float, *, warmup_steps: int, total_steps: int, start_factor: float = 0.0, min_ratio: float = 0.0
 ) -> float:
     """Rise linearly over the warmup, then fall along half a cosine to `min_ratio` at `total_steps`.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, from 0 to `total_steps`.
         total_steps: where the curve ends, positive.
         start_factor: the multiple at step 0, in [0, 1].
@@ -136,7 +165,7 @@ def warmup_cosine(
 
 
 def warmup_cosine_restarts(
-    step: int,
+    step: float,
     *,
     warmup_steps: int,
     total_steps: int,
@@ -147,7 +176,7 @@ def warmup_cosine_restarts(
     """Rise linearly over the warmup, then fall along half a cosine `num_cycles` times, each from the top again.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, from 0 to `total_steps`.
         total_steps: where the curve ends, positive.
         start_factor: the multiple at step 0, in [0, 1].
@@ -172,12 +201,12 @@ def warmup_cosine_restarts(
 
 
 def warmup_linear(
-    step: int, *, warmup_steps: int, total_steps: int, start_factor: float = 0.0, min_ratio: float = 0.0
+    step: float, *, warmup_steps: int, total_steps: int, start_factor: float = 0.0, min_ratio: float = 0.0
 ) -> float:
     """Rise linearly over the warmup, then fall linearly to `min_ratio` at `total_steps`.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, from 0 to `total_steps`.
         total_steps: where the curve ends, positive.
         start_factor: the multiple at step 0, in [0, 1].
@@ -194,7 +223,7 @@ def warmup_linear(
 
 
 def warmup_polynomial(
-    step: int,
+    step: float,
     *,
     warmup_steps: int,
     total_steps: int,
@@ -205,7 +234,7 @@ def warmup_polynomial(
     """Rise linearly over the warmup, then fall as a power of what is left of the run.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, from 0 to `total_steps`.
         total_steps: where the curve ends, positive.
         start_factor: the multiple at step 0, in [0, 1].
@@ -225,7 +254,7 @@ def warmup_polynomial(
 
 
 def warmup_stable_decay(
-    step: int,
+    step: float,
     *,
     warmup_steps: int,
     total_steps: int,
@@ -237,7 +266,7 @@ def warmup_stable_decay(
     """Rise linearly over the warmup, stay at 1, and fall to `min_ratio` over the last `decay_steps` (WSD).
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, 0 or more.
         total_steps: where the curve ends; at least `warmup_steps` + `decay_steps`.
         start_factor: the multiple at step 0, in [0, 1].
@@ -259,12 +288,12 @@ def warmup_stable_decay(
 
 
 def warmup_inverse_sqrt(
-    step: int, *, warmup_steps: int, total_steps: int = 0, start_factor: float = 0.0, min_ratio: float = 0.0
+    step: float, *, warmup_steps: int, total_steps: int = 0, start_factor: float = 0.0, min_ratio: float = 0.0
 ) -> float:
     """Rise linearly over the warmup, then fall as one over the square root of the step.
 
     Args:
-        step: applied steps so far, 0 or more.
+        step: applied steps so far, 0 or more; or samples, or tokens, as the lengths are.
         warmup_steps: length of the warmup, and the time scale of the fall: at 4 times as many steps it is at one half.
         total_steps: for the form of the other schedules; the curve has no end.
         start_factor: the multiple at step 0, in [0, 1].
@@ -284,7 +313,7 @@ def warmup_inverse_sqrt(
 
 
 def _warmup_then(
-    shape: Callable[[float], float], step: int, warmup: int, total: int, start_factor: float, min_ratio: float
+    shape: Callable[[float], float], step: float, warmup: int, total: int, start_factor: float, min_ratio: float
 ) -> float:
     if step < warmup:
         return warmup_factor(step, warmup_steps=warmup, start_factor=start_factor)

@@ -1,5 +1,7 @@
 """The schedule in a Trainer: cases 7, 14, 15 and 17, the horizon, and who else may set the rate."""
 
+from itertools import pairwise
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -14,7 +16,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_tricks as lt
-from lightning_tricks.functional.schedules import even_start_factor, warmup_cosine
+from lightning_tricks.functional.schedules import (
+    even_start_factor,
+    warmup_cosine,
+    warmup_cosine_restarts,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+    warmup_stable_decay,
+)
 from tests.models import FixedGradients, ManualNet, Net, TwoOptimizers, fit, fp16, loader, trainer
 
 INF = float("inf")
@@ -287,6 +297,170 @@ def test_checkpoint_from_before_training_keeps_the_warmup(tmp_path) -> None:
     resumed = trainer(lt.WarmupCosineScheduler(5), rates)
     resumed.fit(Net(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
     assert rates.seen[0] == pytest.approx(curve(5, 7, 7))
+
+
+# Every schedule
+
+SCHEDULES = {
+    "WarmupCosineScheduler": (warmup_cosine, {}, {}),
+    "WarmupLinearScheduler": (warmup_linear, {}, {}),
+    "WarmupInverseSqrtScheduler": (warmup_inverse_sqrt, {}, {}),
+    "WarmupCosineRestartsScheduler": (warmup_cosine_restarts, {"num_cycles": 2}, {"num_cycles": 2}),
+    "WarmupPolynomialScheduler": (warmup_polynomial, {"power": 2.0}, {"power": 2.0}),
+    "WarmupStableDecayScheduler": (
+        warmup_stable_decay,
+        {"decay": 5, "decay_shape": "cosine"},
+        {"decay_steps": 5, "decay_shape": "cosine"},
+    ),
+}
+schedules = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def schedule_of(name: str, warmup=3, **more):
+    return getattr(lt, name)(warmup, **SCHEDULES[name][1], **more)
+
+
+def rates_of(name: str, steps: int, total: int, warmup: int = 3, lr: float = 0.01) -> list[float]:
+    function, _, own = SCHEDULES[name]
+    start = even_start_factor(warmup)
+    return [
+        lr * function(k, warmup_steps=warmup, total_steps=total, start_factor=start, min_ratio=0.1, **own)
+        for k in range(steps)
+    ]
+
+
+@schedules
+def test_each_schedule_is_its_function_of_the_applied_step(name: str) -> None:
+    rates = Rates()
+    fit(Net(), schedule_of(name), rates, max_epochs=3)
+    assert rates.seen[0] == pytest.approx(rates_of(name, 21, 21), rel=1e-12)
+
+
+@schedules
+def test_accumulation_1_and_4_have_the_same_curve(name: str) -> None:
+    """At the same number of applied steps: 4 in an epoch of 28 batches with windows of 7, or of 4 batches with none."""
+    whole, windows = Rates(), Rates()
+    fit(Net(), schedule_of(name), whole, max_epochs=3, limit_train_batches=4)
+    fit(Net(), schedule_of(name), windows, max_epochs=3, accumulate_grad_batches=2)
+    assert len(whole.seen[0]) == 12
+    assert windows.seen[0] == whole.seen[0]
+
+
+@schedules
+@pytest.mark.parametrize("epochs", [2, 10])
+@pytest.mark.parametrize("before", [True, False])
+def test_resume_with_another_length_with_and_without_it(name: str, epochs: int, before: bool, tmp_path) -> None:
+    """Of a run of 5 epochs, saved after the first: what is resumed is the new run's curve from there."""
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    fit(Net(), *([schedule_of(name)] if before else []), Save(), max_epochs=5)
+    rates = Rates()
+    run = trainer(schedule_of(name), rates, max_epochs=epochs)
+    run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert rates.seen[0] == pytest.approx(rates_of(name, 7 * epochs, 7 * epochs)[7:], rel=1e-12)
+
+
+def test_a_warmup_and_a_decay_that_do_not_fit() -> None:
+    with pytest.raises(
+        ValueError, match=r"`warmup` and `decay` .*warmup=4 and decay=0.5, 4 and 3 steps, and total_ste"
+    ):
+        fit(Net(), lt.WarmupStableDecayScheduler(4, 0.5), max_steps=6)
+    fit(Net(), lt.WarmupStableDecayScheduler(4, 0.5), fast_dev_run=True)
+
+
+# By samples and tokens
+
+
+def count_ones(batch) -> int:
+    """As if a batch had 1 to 4 tokens: however many of its first features are positive, and one more."""
+    return int((batch[0][:3, 0] > 0).sum()) + 1
+
+
+def seen_before_each_step(weigh, windows: int) -> list[int]:
+    batches = [batch for _ in range(3) for batch in loader()]
+    weights = [weigh(batch) for batch in batches]
+    steps = [sum(weights[k : k + windows]) for k in range(0, len(weights), windows)]
+    return [sum(steps[:k]) for k in range(len(steps))]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "weigh_by", "weigh"), [("samples", "samples", lambda batch: 4), ("tokens", count_ones, count_ones)]
+)
+def test_durations_in_samples_and_tokens(unit: str, weigh_by, weigh, fused: bool) -> None:
+    rates = Rates()
+    schedule = lt.WarmupStableDecayScheduler(
+        f"12 {unit}", f"1e1 {unit}", start_factor=0.5, min_lr_ratio=0.0, total_steps=f"40.0 {unit}"
+    )
+    accumulation = lt.GradientAccumulation(7 if unit == "samples" else 1, weigh_by=weigh_by)
+    windows = accumulation.steps
+    fit(Net(fused=fused), schedule, accumulation, lt.GradientNormClipping(), rates, max_epochs=3)
+    expected = [
+        0.01 * warmup_stable_decay(seen, warmup_steps=12, total_steps=40, decay_steps=10, start_factor=0.5)
+        for seen in seen_before_each_step(weigh, windows)
+    ]
+    assert rates.seen[0] == pytest.approx(expected)
+    assert len(set(expected)) > 2
+
+
+def test_tokens_of_skipped_steps_do_not_count_and_a_resume_knows_them(tmp_path) -> None:
+    def tricks() -> list[pl.Callback]:
+        schedule = lt.WarmupLinearScheduler("20 tokens", total_steps="100 tokens", start_factor=0.0)
+        return [lt.GradientAccumulation(1, weigh_by=count_ones), schedule]
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    options = {"max_epochs": 2, "plugins": fp16(2.0**18)}
+    rates, applied = Rates(), []
+
+    class Applied(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            applied.append(lt.step_ledger(trainer)[0].applied)
+
+    fit(Net(), *tricks(), rates, Applied(), Save(), **options)
+    weights = [count_ones(batch) for _ in range(2) for batch in loader()]
+    moved = [later > earlier for earlier, later in pairwise(applied)]
+    seen = [sum(w for w, one in zip(weights, moved[:k], strict=False) if one) for k in range(len(applied))]
+    assert not all(moved)
+    expected = [0.01 * warmup_linear(s, warmup_steps=20, total_steps=100, min_ratio=0.1) for s in seen]
+    assert rates.seen[0] == pytest.approx(expected)
+
+    resumed = Rates()
+    run = trainer(*tricks(), resumed, max_epochs=2, plugins=fp16(2.0**18))
+    run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert resumed.seen[0] == rates.seen[0][7:]
+
+    fit(Net()).save_checkpoint(tmp_path / "without.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"7 applied steps, but not how many tokens"):
+        trainer(*tricks(), max_epochs=2).fit(Net(), loader(), ckpt_path=tmp_path / "without.ckpt")
+
+
+def test_units_that_do_not_go_together() -> None:
+    for arguments in (
+        {"warmup": "5 tokens"},
+        {"warmup": "5 tokens", "total_steps": 100},
+        {"warmup": 5, "total_steps": "100 tokens"},
+        {"warmup": "5 samples", "total_steps": "100 tokens"},
+        {"warmup": 0.1, "total_steps": "100 tokens", "decay": 20},
+    ):
+        with pytest.raises(ValueError, match=r"all lengths of a curve in (tokens|samples).*got warmup="):
+            lt.WarmupStableDecayScheduler(**arguments)
+    assert lt.WarmupStableDecayScheduler(0.1, 0.2, total_steps="100 tokens").unit == "tokens"
+    tokens = lt.WarmupLinearScheduler(0.1, total_steps="100 tokens")
+    for counters in ([], [lt.GradientAccumulation(2)], [lt.GradientAccumulation(2, weigh_by="batches")]):
+        with pytest.raises(
+            MisconfigurationException, match=r"goes by tokens, which nobody counts.*a function that count"
+        ):
+            fit(Net(), tokens, *counters)
+    with pytest.raises(ValueError, match="expected `schedule` to go by steps, got one of tokens"):
+        lt.HyperparameterScheduler("optimizer.weight_decay", tokens)
 
 
 def test_lightnings_weight_averaging_writes_the_rate_too() -> None:
