@@ -46,7 +46,10 @@ class AveragedWeights(Trick):
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(f"expected `device` to be a device, its name or None, got {device!r}")
         self.average_buffers = average_buffers
-        self.device = None if device is None else torch.device(device)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"expected `device` to be a device or its name, got {device!r}: {error}") from None
         self._undo: list[Removable] = []
         self.reset()
 
@@ -146,6 +149,8 @@ class AveragedWeights(Trick):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(pl_module)
         self._final = any(part.held is not None for part in self._parts.values())
+        for part in self._parts.values():
+            part.versions = [one._version for one in part.live]
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -348,7 +353,6 @@ class _Part:
     def show(self) -> None:
         if self.average is not None and self.held is None:
             self.held = show_(self.live, self.average.local)
-            self.versions = [one._version for one in self.live]
 
     def put_back(self) -> None:
         if self.held is not None:

@@ -79,9 +79,11 @@ class ExponentialMovingAverage(AveragedWeights):
     ) -> None:
         self.decay = check_number("decay", decay, maximum=1.0, above=True)
         if decay == 1.0:
-            raise ValueError("expected `decay` to be below 1.0, got 1.0: the average would never move")
+            raise ValueError(f"expected `decay` to be below 1.0, got {decay}: the average would never move")
         if half_life_steps is not None:
             self.decay = decay_of_half_life(check_number("half_life_steps", half_life_steps, above=True))
+            if self.decay == 1.0:
+                raise ValueError(f"expected `half_life_steps` to be within a run, got {half_life_steps}")
         self.half_life_steps = half_life_steps
         self.start_step = check_int("start_step", start_step, minimum=0)
         for name, flag in (("decay_warmup", decay_warmup), ("validate_with_average", validate_with_average)):

@@ -29,8 +29,9 @@ def layers_with_statistics(module: nn.Module) -> list[nn.modules.batchnorm._Batc
         module: the model.
 
     Example:
-        >>> layers_with_statistics(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)))
-        [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)]
+        >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
+        >>> [layer is model[0] for layer in layers_with_statistics(model)]
+        [True]
     """
     layers = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     return [one for one in layers if one.running_mean is not None]

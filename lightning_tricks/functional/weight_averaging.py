@@ -199,8 +199,8 @@ def show_(parameters: Sequence[Tensor], averages: Sequence[Tensor]) -> list[Tens
             held.append(local.clone())
             local.copy_(average)
         else:
-            held.append(parameter.data)
-            parameter.data = average.to(parameter)
+            held.append(before := parameter.data)
+            parameter.data = average if _alike(average, before) else average.to(before)
     return held
 
 

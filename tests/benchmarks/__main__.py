@@ -14,6 +14,7 @@ from rich.table import Table
 
 import lightning_tricks as lt
 from tests.benchmarks.accumulation import early_release, exact_accumulation, reductions
+from tests.benchmarks.averaging import average_swap, average_update
 from tests.benchmarks.guards import gradient_monitor, guards, snapshot
 from tests.benchmarks.sharding import accumulated_step_time, bytes_of_ranks, collectives, step_time
 from tests.benchmarks.side_by_side import Result, Run, Stack, milliseconds, seconds_per_step
@@ -87,6 +88,11 @@ BENCHMARKS = (
     Benchmark("a parameter's bytes that `EarlyGradientRelease` takes off the peak of the forward", early_release),
     Benchmark("what `GradientMonitor` at every 50 steps adds to a step of 20 ms", gradient_monitor),
     Benchmark("what `NonFiniteGuard`, and `LossSpikeGuard`, adds to a step with a clipper", guards),
+    Benchmark(
+        "an update of `ExponentialMovingAverage` against Lightning's `EMAWeightAveraging`, and against a foreach lerp",
+        average_update,
+    ),
+    Benchmark("the swap of weights for a validation and back against `EMAWeightAveraging`'s", average_swap),
     Benchmark("a snapshot of the rollback ring against a clone of the same tensors", snapshot),
     Benchmark(
         "`fsdp2`, `zero2`, `zero1`: parameters / gradients / optimizer state of a rank against DDP's", bytes_of_ranks
