@@ -28,7 +28,7 @@ def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"module": Net(), "data": loader(), "torch": torch}
     python = [code for code in blocks("python") if not is_distributed(code)]
-    assert len(python) == 6
+    assert len(python) == 7
     for code in python:
         exec(compile(code, "README.md", "exec"), names)
     assert lt.step_ledger(names["trainer"])[0].applied == 7
@@ -39,6 +39,7 @@ def test_code_runs(monkeypatch, tmp_path, capsys) -> None:
 
     assert 0 < lt.step_ledger(names["guarded"])[0].applied <= 7
     assert lt.step_ledger(names["accumulating"])[0].applied == 7
+    assert lt.step_ledger(names["averaging"])[0].applied == 7
     noisy = names["GradientNoise"](0.1)
     run = pl.Trainer(callbacks=[noisy, lt.GradientNormClipping()], max_epochs=1, accelerator="cpu", log_every_n_steps=1)
     run.fit(Net(), loader())
