@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_tricks as lt
-from tests.averaging_cases import averaged, averaged_under
+from tests.averaging_cases import averaged, averaged_under, averages_of_shards
 from tests.distributed_cases import BY_HAND
 from tests.models import FixedGradients, Net, TwoOptimizers, assert_same, fit, fp16, loader, seeded, trainer, weights
 
@@ -502,8 +502,13 @@ def test_swa_in_the_middle_is_part_of_a_checkpoint_but_not_its_weights(tmp_path)
 # Under strategies
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2", BY_HAND])
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *(("ema", strategy) for strategy in ("ddp", "zero1", "fsdp2", "fsdp2_offload", BY_HAND)),
+        *(("swa", strategy) for strategy in ("ddp", "fsdp2")),
+    ],
+)
 def test_case_27_the_average_under_a_strategy_equals_one_process(kind, strategy, two_processes, tmp_path) -> None:
     """Weights, scores and checkpoints; each resumes from the files of the other."""
     reference = str(tmp_path / "one.ckpt")
@@ -528,3 +533,8 @@ def test_case_27_the_average_under_a_strategy_equals_one_process(kind, strategy,
         lt.load_averaged_weights(loaded, tmp_path / f"{kind}-folder.ckpt")
         lt.load_averaged_weights(expected, reference)
         assert_same(weights(loaded), weights(expected), **close)
+
+
+def test_shards_of_any_placement_are_averaged_where_they_lie(two_processes) -> None:
+    for faults in two_processes.run(averages_of_shards):
+        assert faults == []
