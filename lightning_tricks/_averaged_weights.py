@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -81,17 +82,26 @@ class AveragedWeights(Trick):
         self._running = False
         self._final = False  # whether the module holds the average for good
         self._scanned: Any = None
+        self._frozen: list[Tensor] = []  # parameters of the optimizers that are not averaged
+        self._raw_buffers: dict[str, Tensor] = {}  # that the final ones took the place of
 
     # The run
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.device is not None:
+            try:
+                torch.empty(0, device=self.device)
+            except (RuntimeError, AssertionError) as error:
+                raise ValueError(
+                    f"expected `device` to be one of this machine's, got {self.device}: {error}"
+                ) from error
         self._remove_patch()
         self._undo.append(show_in_state_dict(trainer, pl_module, functools.partial(_scored, self, pl_module)))
 
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self._saved or self._module is not module or not self._put_raw_weights_back(trainer):
+        if self._saved or self._module is not module or not self._put_raw_weights_back(trainer, module):
             self._parts.clear()
         self._module, self._running, self._final, self._scanned = module, True, False, None
         begin = self.begins_at(trainer, module)
@@ -106,13 +116,15 @@ class AveragedWeights(Trick):
                 part.start()
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
         self._scan(trainer, pl_module)
 
     def _scan(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Take in what has become trainable: until then it stood still, so that its average is its value."""
         groups = sum(len(group["params"]) for optimizer in trainer.optimizers for group in optimizer.param_groups)
-        if self._scanned == (trainer.current_epoch, groups):
+        if self._scanned == (trainer.current_epoch, groups) and not any(one.requires_grad for one in self._frozen):
             return
         self._scanned = trainer.current_epoch, groups
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -121,8 +133,17 @@ class AveragedWeights(Trick):
             new = _trainable(optimizer, names, known)
             self._parts[index].add(new)
             known |= set(new)
+        self._frozen = [
+            parameter
+            for optimizer in trainer.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if not parameter.requires_grad and names.get(id(parameter)) not in known
+        ]
         if self.average_buffers:
-            self._parts[0].add({name: one for name, one in _float_buffers(module) if name not in known})
+            new = {name: one for name, one in _float_buffers(module) if name not in known}
+            self._parts[0].add(new)
+            self._parts[0].buffers += new
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -143,10 +164,11 @@ class AveragedWeights(Trick):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._put_back()
+        self._put_back(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.catch_up(trainer)
         self._show(pl_module)
         self._final = any(part.held is not None for part in self._parts.values())
         for part in self._parts.values():
@@ -160,7 +182,7 @@ class AveragedWeights(Trick):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # What checkpoints show stays patched: one may be written because of the exception.
-        self._put_back()
+        self._put_back(pl_module)
         self._running = False
 
     def _show(self, module: pl.LightningModule) -> None:
@@ -168,19 +190,25 @@ class AveragedWeights(Trick):
         for part in self._parts.values():
             part.show()
 
-    def _put_back(self) -> None:
-        if not self._final:
-            for part in self._parts.values():
-                part.put_back()
+    def _put_back(self, module: pl.LightningModule) -> None:
+        if self._final or all(part.held is None for part in self._parts.values()):
+            return
+        reshard_(module)  # an evaluation may have left it gathered, with copies of the average
+        for part in self._parts.values():
+            part.put_back()
+        buffers = dict(module.named_buffers())
+        for name, raw in self._raw_buffers.items():
+            buffers[name].copy_(raw)
+        self._raw_buffers = {}
 
-    def _put_raw_weights_back(self, trainer: pl.Trainer) -> bool:
+    def _put_raw_weights_back(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
         """Go on where an earlier fit of the same Trainer ended, unless somebody changed the weights since."""
         if not self._final:
             return True
         untouched = trainer.strategy.reduce_boolean_decision(all(part.is_shown for part in self._parts.values()))
         self._final = False
         if untouched:
-            self._put_back()
+            self._put_back(module)
         return untouched
 
     def _remove_patch(self) -> None:
@@ -228,10 +256,17 @@ class AveragedWeights(Trick):
             RuntimeError: the average has not begun.
             ValueError: the module lacks parameters that are averaged.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected `module` to be a torch.nn.Module, got {module!r}")
         averages = self.averages()
         if not averages:
             raise RuntimeError("expected an average that has begun: no step from its first one on was applied yet")
         own, trained = module.state_dict(), self._module
+        if trained is None and next(module.buffers(), None) is not None:
+            rank_zero_warn(
+                f"{type(self).__name__} was unpickled, without the module that it averages: what is not averaged, such "
+                f"as buffers, stays as {type(module).__name__} has it"
+            )
         missing = sorted(set(averages) - set(own))
         if missing:
             raise ValueError(
@@ -249,6 +284,8 @@ class AveragedWeights(Trick):
     def state_dict(self) -> dict[str, Any]:
         if not self._parts:
             return self._saved or {"parts": {}}
+        for part in self._parts.values():
+            part.follower.catch_up()
         return {"parts": {index: part.state() for index, part in self._parts.items()}}
 
     @override
@@ -271,7 +308,7 @@ class AveragedWeights(Trick):
             if part.average is None:
                 continue
             if self.validates or self._final:  # then the checkpoint's `state_dict` holds the average, but for its bits
-                raw |= part.average.named(part.raw)
+                raw |= {**part.average.named(part.raw), **self._raw_buffers}
                 average |= {name: one for name, one in part.average.tensors.items() if part.is_narrow(name)}
             else:
                 average |= part.average.tensors
@@ -304,8 +341,8 @@ class AveragedWeights(Trick):
             for name, own in part.average.tensors.items():
                 if name in average:
                     copy_from_whole_(own, average[name])
-                if name in raw:
-                    copy_from_whole_(tensors[name].detach(), raw[name])
+        for name, one in raw.items():
+            copy_from_whole_(tensors[name].detach(), one)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_module": None}
@@ -326,6 +363,7 @@ class _Part:
         self.applied = 0
         self.held: list[Tensor] | None = None
         self.versions: list[int] = []
+        self.buffers: list[str] = []
         self.follower: Follower
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -343,6 +381,7 @@ class _Part:
         if applied == self.applied:
             return  # the step was left out
         self.applied = applied
+        self.find_buffers()
         if self.average is None:
             if applied >= self.begin:
                 self.start()
@@ -352,10 +391,18 @@ class _Part:
 
     def show(self) -> None:
         if self.average is not None and self.held is None:
+            self.find_buffers()
             self.held = show_(self.live, self.average.local)
+
+    def find_buffers(self) -> None:
+        """Look buffers up anew: a module may put another tensor in a buffer's place."""
+        for name in self.buffers:
+            assert self.owner._module is not None
+            self.live[self.names.index(name)] = self.owner._module.get_buffer(name)
 
     def put_back(self) -> None:
         if self.held is not None:
+            self.find_buffers()
             put_back_(self.live, self.held)
             self.held = None
 

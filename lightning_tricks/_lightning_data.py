@@ -26,9 +26,11 @@ ResumePoint = Literal["after fit", "inside epoch", "after last batch", "after va
 
 
 def train_batches(trainer: pl.Trainer) -> Iterator[Any]:
-    """Walk the training data of an epoch anew, each batch as `training_step` gets it."""
-    limit = trainer.num_training_batches
-    for batch, index, _ in trainer.fit_loop._combined_loader or ():
+    """Walk the training data anew, each batch as `training_step` gets it: an epoch, or as many as the run had."""
+    limit = min(trainer.num_training_batches, int(trainer.fit_loop.epoch_loop.batch_progress.total.ready))
+    loader = trainer.fit_loop._combined_loader
+    assert loader is not None
+    for batch, index, _ in loader:
         if index >= limit:
             return
         batch = trainer.precision_plugin.convert_input(batch)

@@ -14,22 +14,22 @@ __all__ = ["recompute_batchnorm_"]
 def recompute_batchnorm_(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Take the running statistics of BatchNorm anew over the training data, the mean over the ranks. A collective.
 
+    Over as many batches as the run had, at most those of an epoch. Layers in evaluation mode are left alone.
+
     Args:
         trainer: the Trainer, at the end of training.
         module: its module, in automatic optimization; its `training_step` runs without gradients and logs nothing.
     """
-    layers = layers_with_statistics(module)
+    layers = [layer for layer in layers_with_statistics(module) if layer.training]
     if not layers:
         return
     random_state = capture_random_state()
-    modes = [(one, one.training) for one in module.modules()]
-    module.train()
-    with torch.no_grad(), fresh_statistics(module), DeferredLog(module):  # whose notes nobody replays
-        for index, batch in enumerate(train_batches(trainer)):
-            call_training_step(trainer, batch, index)
-    for one, mode in modes:
-        one.training = mode
-    restore_random_state_(random_state)
+    try:
+        with torch.no_grad(), fresh_statistics(module), DeferredLog(module):  # whose notes nobody replays
+            for index, batch in enumerate(train_batches(trainer)):
+                call_training_step(trainer, batch, index)
+    finally:
+        restore_random_state_(random_state)
     if trainer.world_size > 1:
         for layer in layers:
             for statistic in (layer.running_mean, layer.running_var):

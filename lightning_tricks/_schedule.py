@@ -72,7 +72,7 @@ class Schedule(Trick):
     ) -> None:
         self.warmup = check_amount("warmup", warmup)
         self.min_lr_ratio = check_number("min_lr_ratio", min_lr_ratio, maximum=1.0)
-        self.min_lr = None if min_lr is None else check_number("min_lr", min_lr)
+        self.min_lr = None if min_lr is None else check_number("min_lr", min_lr, finite=True)
         self.start_factor = None if start_factor is None else check_number("start_factor", start_factor, maximum=1.0)
         if isinstance(total_steps, Mapping):
             check_indices("total_steps", total_steps)
@@ -249,7 +249,10 @@ class Schedule(Trick):
         if base_lr == 0.0:  # a group that is frozen by its rate stays so
             return 0.0
         if self.min_lr is not None and self.min_lr > base_lr:
-            raise ValueError(f"expected `min_lr` to be at most the learning rate {base_lr}, got {self.min_lr}")
+            raise ValueError(
+                f"expected `min_lr` to be at most the learning rate of every parameter group, got min_lr={self.min_lr} "
+                f"and a group with {base_lr:g}: lower it, or use min_lr_ratio"
+            )
         ratio = self.min_lr_ratio if self.min_lr is None else self.min_lr / base_lr
         start = even_start_factor(warmup_steps) if self.start_factor is None else self.start_factor
         return base_lr * self.curve(

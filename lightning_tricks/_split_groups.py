@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_tricks._lightning import MisconfigurationException, schedulers_of
+from lightning_tricks._lightning import MisconfigurationException, callbacks_of, schedulers_of
 from lightning_tricks.composition import Touches, Trick
-from lightning_tricks.functional.parameter_groups import GroupSplit, split_groups_
+from lightning_tricks.functional.parameter_groups import (
+    GroupSplit,
+    rescale_scheduler_,
+    split_further,
+    split_groups_,
+)
 from lightning_tricks.functional.patching import Removable, patch_
 
-__all__ = ["SplitsGroups"]
+__all__ = ["SplitsGroups", "schedulers_in"]
 
 
 class SplitsGroups(Trick):
@@ -74,25 +79,53 @@ class SplitsGroups(Trick):
 
     @override
     def adapt_checkpoint(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+        tricks = [one for one in callbacks_of(trainer) if isinstance(one, SplitsGroups)]
+        if self is not tricks[0]:
+            return  # the first one does it for all, of which the older run may have had any
         states = checkpoint.get("optimizer_states", [])
         schedulers = list(zip(schedulers_of(trainer), checkpoint.get("lr_schedulers", ()), strict=False))
-        for index, (optimizer, split) in enumerate(zip(trainer.optimizers, self._splits, strict=True)):
+        for index, optimizer in enumerate(trainer.optimizers):
             if index >= len(states) or "param_groups" not in states[index]:
                 continue
-            sizes = [len(group["params"]) for group in states[index]["param_groups"]]
-            final = [len(group["params"]) for group in optimizer.param_groups]
-            if sizes in (split.after, final):
-                continue
-            if sizes != split.before:
+            splits = [one._splits[index] for one in tricks]
+            further = split_further(splits, states[index], [one.change for one in tricks])
+            if further is None:
+                sizes = [len(group["params"]) for group in states[index]["param_groups"]]
+                names = ", ".join(one.title for one in tricks)
                 raise MisconfigurationException(
-                    f"{type(self).__name__} expected a checkpoint whose optimizer {index} has groups of {final} "
-                    f"parameters, as this run, or of {split.before}, as without it, got one with groups of {sizes}: "
+                    f"{names} expected a checkpoint whose optimizer {index} has groups of {splits[-1].after} "
+                    f"parameters, as this run, or of {splits[0].before}, as without, got one with groups of {sizes}: "
                     "group the parameters as in the run that was saved, or load its weights alone"
                 )
-            states[index] = split.adapt_state(states[index])
+            states[index] = further.adapt_state(states[index])
             for config, state in schedulers:
                 if config.scheduler.optimizer is optimizer:
-                    split.adapt_scheduler_(state)
+                    further.adapt_scheduler_(state)
+
+    @override
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Have the arguments of this run, also where a checkpoint brought the settings of another."""
+        for optimizer in trainer.optimizers:
+            before = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                if group["params"]:
+                    self.change(group, self.key_of(group["params"][0], group))
+            factors = [g.get("lr_scale", 1.0) / scale for g, scale in zip(optimizer.param_groups, before, strict=True)]
+            for config in schedulers_of(trainer):
+                if config.scheduler.optimizer is optimizer and set(factors) != {1.0}:
+                    rescale_scheduler_(config.scheduler, factors)
+
+
+def schedulers_in(configured: Any) -> list[Any]:
+    """Return the schedulers of what `configure_optimizers` returned, those inside of others too.
+
+    Args:
+        configured: that, in any form that Lightning takes.
+    """
+    found = [one for one in _leaves(configured) if getattr(one, "optimizer", None) is not None]
+    for scheduler in found:  # grows on the way
+        found += getattr(scheduler, "_schedulers", ())
+    return found
 
 
 def _configure_then_split(trick: SplitsGroups, module: pl.LightningModule, configure: Callable[[], Any]) -> Any:

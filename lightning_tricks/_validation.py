@@ -1,7 +1,7 @@
 """Checks of constructor arguments that several tricks share: one sentence each, with the name and what came."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from lightning_tricks.functional.schedules import duration_unit
@@ -19,7 +19,13 @@ __all__ = [
 
 
 def check_number(
-    name: str, value: object, *, minimum: float = 0.0, maximum: float = math.inf, above: bool = False
+    name: str,
+    value: object,
+    *,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+    above: bool = False,
+    finite: bool = False,
 ) -> float:
     """Return `value` if it is a number in the range, else raise.
 
@@ -29,6 +35,7 @@ def check_number(
         minimum: the smallest value allowed.
         maximum: the largest value allowed.
         above: whether `minimum` itself is refused.
+        finite: whether infinity is.
 
     Raises:
         TypeError: it is no number.
@@ -45,7 +52,9 @@ def check_number(
         lower = f"above {minimum}" if above else f"at least {minimum}"
         upper = "" if math.isinf(maximum) else f" and at most {maximum}"
         raise ValueError(f"expected `{name}` to be {lower}{upper}, got {value!r}")
-    return value
+    if finite and math.isinf(value):
+        raise ValueError(f"expected `{name}` to be finite, got {value!r}")
+    return value if isinstance(value, int) else float(value)  # numpy's floats cannot be read back from a checkpoint
 
 
 def check_int(name: str, value: object, *, minimum: int) -> int:
@@ -155,7 +164,7 @@ def check_indices(name: str, indices: object) -> frozenset[int]:
         >>> check_indices("optimizers", [0, 1]) == {0, 1}
         True
     """
-    if not isinstance(indices, Iterable) or isinstance(indices, str):
+    if not isinstance(indices, (list, tuple, set, frozenset, range, Mapping)):
         raise TypeError(f"expected `{name}` to be a list of optimizer indices, got {indices!r}")
     found = frozenset(check_int(f"an optimizer index in {name}", index, minimum=0) for index in indices)
     if not found:

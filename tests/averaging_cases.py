@@ -60,7 +60,7 @@ def averaged(
         max_epochs=2,
         accumulate_grad_batches=1,
         num_sanity_val_steps=0,
-        precision="32-true",
+        val_check_interval=2,  # in the middle of an epoch: nothing but the average gathers weights anew then
     )
     data = rank_loader(rank, world_size)
     run.fit(module, data, rank_loader(rank, world_size), ckpt_path=resume)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 import lightning_tricks as lt
 
@@ -119,7 +120,19 @@ WRONG = [
     (lt.ExponentialMovingAverage, {"decay": NAN}, ValueError, "`decay` .* got nan"),
     (lt.ExponentialMovingAverage, {"decay": "0.9"}, TypeError, "`decay` to be a number, got '0.9'"),
     (lt.ExponentialMovingAverage, {"half_life_steps": 0}, ValueError, "`half_life_steps` to be above 0.0, got 0"),
-    (lt.ExponentialMovingAverage, {"half_life_steps": math.inf}, ValueError, "`half_life_steps` .* got inf"),
+    (lt.ExponentialMovingAverage, {"half_life_steps": 1e17}, ValueError, "`half_life_steps` .* got 1e.17"),
+    (lt.ExponentialMovingAverage, {"half_life_steps": 1e-9}, ValueError, "`half_life_steps` .* got 1e-09"),
+    (lt.WeightDecayGroups, {"weight_decay": math.inf}, ValueError, "`weight_decay` to be finite, got inf"),
+    (lt.WarmupPolynomialScheduler, {"power": math.inf}, ValueError, "`power` to be finite, got inf"),
+    (lt.WarmupLinearScheduler, {"min_lr": math.inf}, ValueError, "`min_lr` to be finite, got inf"),
+    (lt.WarmupLinearScheduler, {"optimizers": torch.tensor(0.1)}, TypeError, "`optimizers` .* got tensor"),
+    (
+        lt.HyperparameterScheduler,
+        {"target": "optimizer.eps", "schedule": lt.WarmupLinearScheduler(2, optimizers=[5])},
+        ValueError,
+        "`schedule` without `optimizers`",
+    ),
+    (lt.ExponentialMovingAverage, {"half_life_steps": math.inf}, ValueError, "`half_life_steps` to be finite, got inf"),
     (lt.ExponentialMovingAverage, {"start_step": -1}, ValueError, "`start_step` to be at least 0, got -1"),
     (lt.ExponentialMovingAverage, {"start_step": 0.5}, TypeError, "`start_step` to be an int, got 0.5"),
     (lt.ExponentialMovingAverage, {"decay_warmup": 1}, TypeError, "`decay_warmup` .* got 1"),

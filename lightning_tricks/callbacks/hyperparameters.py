@@ -1,6 +1,7 @@
 """Hyperparameters that change while training, as callbacks: any number of a parameter group or of the module."""
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tricks._lightning import MisconfigurationException
+from lightning_tricks._lightning import MisconfigurationException, other_rate_writers
 from lightning_tricks._schedule import Schedule
 from lightning_tricks._validation import (
     check_choice,
@@ -21,7 +22,8 @@ from lightning_tricks._validation import (
 )
 from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, step_ledger
 from lightning_tricks.composition.following import Follower
-from lightning_tricks.composition.horizon import optimizer_steps_of_run
+from lightning_tricks.composition.horizon import steps_if_needed
+from lightning_tricks.composition.trick import key_of
 from lightning_tricks.functional.hyperparameters import (
     Place,
     dropout_factor,
@@ -51,6 +53,10 @@ class _SetsPlaces(Trick):
 
     def optimizers_of(self, trainer: pl.Trainer) -> list[int]:
         """Return the optimizers that are followed."""
+        if not trainer.optimizers:
+            raise MisconfigurationException(
+                f"{self.title} counts the steps of an optimizer, but {type(trainer.lightning_module).__name__} has none"
+            )
         return [0]
 
     @override
@@ -106,9 +112,20 @@ class _SetsPlaces(Trick):
         for index, (_, places) in self._followed.items():
             groups = checkpoint["optimizer_states"][index].get("param_groups", ())  # only rank 0 may have them
             for place in places:
+                if place.label in checkpoint["state_dict"]:  # a buffer
+                    place.put_own_as(checkpoint["state_dict"], place.label)
                 for own, saved in zip(trainer.optimizers[index].param_groups, groups, strict=False):
                     if place.owner is own:
-                        Place(saved, place.name, place.index).set(place.own)
+                        place.put_own(saved)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"applied": {index: follower.ledger.applied for index, (follower, _) in self._followed.items()}}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for follower, _ in self._followed.values():  # while training: a rollback, after the ledger was rewound
+            follower.act()
 
     @override
     def summary(self, trainer: pl.Trainer) -> Summary:
@@ -163,6 +180,13 @@ class HyperparameterScheduler(_SetsPlaces):
             )
         if isinstance(schedule, Schedule) and schedule.unit != "steps":
             raise ValueError(f"expected `schedule` to go by steps, got one of {schedule.unit}")
+        if isinstance(schedule, Schedule) and (
+            schedule.optimizers is not None or isinstance(schedule.total_steps, dict)
+        ):
+            raise ValueError(
+                "expected `schedule` without `optimizers` and with one `total_steps`: say which optimizers here, got "
+                f"optimizers={schedule.optimizers} and total_steps={schedule.total_steps}"
+            )
         self.schedule = schedule
         self.optimizers = optimizers
         self._scope = None if optimizers is None else check_indices("optimizers", optimizers)
@@ -174,6 +198,10 @@ class HyperparameterScheduler(_SetsPlaces):
     @override
     def title(self) -> str:
         return f"{type(self).__name__}({self.target!r})"
+
+    @override
+    def rivals(self, trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+        return other_rate_writers(trainer) if self.target == "optimizer.lr" else []
 
     @property
     @override
@@ -188,6 +216,7 @@ class HyperparameterScheduler(_SetsPlaces):
 
     @override
     def optimizers_of(self, trainer: pl.Trainer) -> list[int]:
+        super().optimizers_of(trainer)
         refuse_missing_optimizers("optimizers", self._scope, len(trainer.optimizers))
         indices = sorted(self._scope) if self._scope is not None else list(range(len(trainer.optimizers)))
         return indices if self._target.path is None else indices[:1]
@@ -217,27 +246,36 @@ class HyperparameterScheduler(_SetsPlaces):
     @override
     def value_at(self, step: int, place: Place, index: int) -> float:
         if not isinstance(self.schedule, Schedule):
-            return float(self.schedule(step))
+            value = self.schedule(step)  # as it is: a number that is an int may have to stay one
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+                raise ValueError(
+                    f"expected `schedule` of {self.title} to return a number, got {value!r} at applied step {step}"
+                )
+            return value
         total, warmup = self._lengths[index]
         return self.schedule.lr_at(step, place.own, warmup_steps=warmup, total_steps=total)
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
-        places = [place for _, found in self._followed.values() for place in found]
-        return {f"hyperparameter/{self.target}": places[0].get()}
+        return {
+            key_of(f"hyperparameter/{self.target}", index): places[0].get()
+            for index, (_, places) in self._followed.items()
+        }
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
         if not isinstance(self.schedule, Schedule):
-            return {}
+            return state
         if not self._lengths:  # before training no length is known
-            return self.schedule.state_dict()
-        return {"warmups": {i: self.schedule.lengths(warmup) for i, (_, warmup) in self._lengths.items()}}
+            return state | self.schedule.state_dict()
+        return state | {"warmups": {i: self.schedule.lengths(warmup) for i, (_, warmup) in self._lengths.items()}}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if isinstance(self.schedule, Schedule):
+        if isinstance(self.schedule, Schedule) and "warmups" in state_dict:
             self.schedule.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
 
 
 class DropoutScheduler(_SetsPlaces):
@@ -285,6 +323,12 @@ class DropoutScheduler(_SetsPlaces):
         self.reset()
 
     @override
+    def reset(self) -> None:
+        super().reset()
+        self._first: int | None = None
+        self._saved: dict[str, Any] = {}
+
+    @override
     def find(self, trainer: pl.Trainer, module: pl.LightningModule, index: int) -> list[Place]:
         places = dropout_places(module)
         if not places:
@@ -304,18 +348,28 @@ class DropoutScheduler(_SetsPlaces):
     def _resolve(self, trainer: pl.Trainer, module: pl.LightningModule) -> int:
         if isinstance(self.steps, int):
             return self.steps
-        if self.total_steps is None and not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self).__name__} cannot know how often {type(module).__name__} steps, since it optimizes "
-                f"manually, and so what steps={self.steps} is a fraction of: pass total_steps=..."
-            )
-        return resolve_duration(self.steps, self.total_steps or optimizer_steps_of_run(trainer))
+        if self._saved.get("steps") == self.steps:  # of a run of another length, which must not turn dropout on again
+            return int(self._saved["first"])
+        total = self.total_steps or steps_if_needed(trainer, module, "steps", self.steps, by=self)
+        assert total is not None
+        return resolve_duration(self.steps, total)
 
     @override
     def value_at(self, step: int, place: Place, index: int) -> float:
+        assert self._first is not None
         return place.own * dropout_factor(step, mode=self.mode, steps=self._first)
 
     @override
     def metrics(self, trainer: pl.Trainer, stepped: Collection[int]) -> Mapping[str, float | Tensor]:
         places = [place for _, found in self._followed.values() for place in found]
         return {"dropout/rate": max(place.get() for place in places)}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        resolved = self._saved if self._first is None else {"steps": self.steps, "first": self._first}
+        return {**super().state_dict(), **resolved}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict)
+        super().load_state_dict(state_dict)

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks._lightning import (
-    MisconfigurationException,
     is_fast_dev_run,
     other_rate_writers,
     schedulers_of,
@@ -24,7 +24,7 @@ from lightning_tricks._validation import (
 )
 from lightning_tricks.composition import OptimizerLedger, OptimizerStep, Summary, Touches, Trick, step_ledger
 from lightning_tricks.composition.following import Follower
-from lightning_tricks.composition.horizon import optimizer_steps_of_run
+from lightning_tricks.composition.horizon import steps_if_needed
 from lightning_tricks.functional.learning_rate_warmup import MultipliedRates
 from lightning_tricks.functional.patching import Removable, swap_class_
 from lightning_tricks.functional.schedules import even_start_factor, resolve_duration, warmup_factor
@@ -33,16 +33,18 @@ __all__ = ["LearningRateWarmup"]
 
 
 class LearningRateWarmup(Trick):
-    """Multiply the learning rate by a linear warmup, whatever else sets it.
+    """Multiply the learning rate by a linear warmup, in front of what the module itself sets it with.
 
-    The module's own schedulers go on undelayed, of any kind: by step or by epoch, several of them, ReduceLROnPlateau on
-    its metric. What they see is their own rate; the optimizer sees it times
-    ``start_factor + (1 - start_factor) * min(1, k / warmup)`` after k applied steps. Schedulers that go by the step,
-    and those that the module steps itself, are held on steps that a loss scaler or a guard left out. A checkpoint holds
-    the schedulers' own rate, so it is resumed with and without this callback.
+    The module's own schedulers, those that `configure_optimizers` returns, go on undelayed, of any kind: by step or by
+    epoch, several of them, ReduceLROnPlateau on its metric. What they see is their own rate; the optimizer sees it
+    times ``start_factor + (1 - start_factor) * min(1, k / warmup)`` after k applied steps. So it is with a rate that
+    the module sets between steps. Schedulers that go by the step, and those that the module steps itself, are held on
+    steps that a loss scaler or a guard left out. A checkpoint holds the schedulers' own rate, so it is resumed with and
+    without this callback.
 
     Args:
-        warmup: an int is a number of applied steps, a float in [0, 1) a fraction of the run.
+        warmup: an int is a number of applied steps, a float in [0, 1) a fraction of the run, which stays the number of
+            steps that it was at first when the run is resumed with another length.
         start_factor: the share of the rate at step 0, in [0, 1]. None: even steps whose first one is above zero,
             1 / (warmup + 1).
         total_steps: applied steps of the run, for a fraction of it; None: from the Trainer. Manual optimization must
@@ -124,7 +126,7 @@ class LearningRateWarmup(Trick):
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for index, warmed in self._warmed.items():
-            steps = self._warmup_steps(trainer, module)
+            steps = self._warmup_steps(index, trainer, module)
             warmed.begin(MultipliedRates(trainer.optimizers[index]), step_ledger(trainer)[index], steps)
             for scheduler, applied in zip(
                 warmed.schedulers, self._saved.get(index, {}).get("applied", ()), strict=False
@@ -132,10 +134,15 @@ class LearningRateWarmup(Trick):
                 scheduler.applied = applied
         self._saved = {}
 
-    def _warmup_steps(self, trainer: pl.Trainer, module: pl.LightningModule) -> int:
-        total = self._total_steps(trainer, module)
+    def _warmup_steps(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> int:
+        total = self.total_steps
+        if total is None:
+            total = steps_if_needed(trainer, module, "warmup", self.warmup, by=self)
         if total is None:
             return int(self.warmup)
+        saved = self._saved.get(index, {})
+        if saved.get("warmup") == self.warmup and saved["warmup_steps"] <= total:
+            return int(saved["warmup_steps"])  # a fraction of another run, whose end must not come again
         steps = resolve_duration(self.warmup, total)
         if steps > total and not is_fast_dev_run(trainer):
             raise ValueError(
@@ -144,24 +151,13 @@ class LearningRateWarmup(Trick):
             )
         return steps
 
-    def _total_steps(self, trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
-        """Applied steps of the run, None where they cannot be known and need not be."""
-        if self.total_steps is not None:
-            return self.total_steps
-        needed = isinstance(self.warmup, float)
-        if not module.automatic_optimization:
-            if needed:
-                raise MisconfigurationException(
-                    f"{type(self).__name__} cannot know how often {type(module).__name__} steps, since it optimizes "
-                    f"manually, and so what warmup={self.warmup} is a fraction of: pass total_steps=..."
-                )
-            return None
-        try:
-            return optimizer_steps_of_run(trainer)
-        except MisconfigurationException:
-            if needed:
-                raise
-            return None
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        for warmed in self._warmed.values():
+            if warmed.rates is not None and warmed.rates.optimizer is optimizer:
+                warmed.rates.multiply_(warmed.factor)  # what somebody else wrote since the last step
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -196,7 +192,8 @@ class LearningRateWarmup(Trick):
         # Lightning asks the callbacks before the schedulers, which have to be where the ledger is.
         for warmed in self._warmed.values():
             warmed.catch_up()
-        return {"optimizers": {index: warmed.state_dict() for index, warmed in self._warmed.items()} or self._saved}
+        began = {index: warmed.state_dict() for index, warmed in self._warmed.items() if warmed.rates is not None}
+        return {"optimizers": began or self._saved}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,6 +201,7 @@ class LearningRateWarmup(Trick):
         for index, warmed in self._warmed.items():  # a rollback: the rates of then are back in the groups
             if warmed.rates is not None and index in self._saved:
                 warmed.rates.load(self._saved[index]["own"])
+                warmed.follower.act()
 
     @override
     def on_save_checkpoint(
@@ -235,6 +233,7 @@ class _Warmed:
         self.callback = callback
         self.rates: MultipliedRates | None = None
         self.warmup_steps = 0
+        self.factor = 1.0
         self.schedulers: list[_Held] = []
         self.follower = Follower(OptimizerLedger(), self.show)  # the run's own from `begin` on
 
@@ -260,7 +259,8 @@ class _Warmed:
         assert self.rates is not None
         start = self.callback.start_factor
         start = even_start_factor(self.warmup_steps) if start is None else start
-        self.rates.multiply_(warmup_factor(applied, warmup_steps=self.warmup_steps, start_factor=start))
+        self.factor = warmup_factor(applied, warmup_steps=self.warmup_steps, start_factor=start)
+        self.rates.multiply_(self.factor)
 
     def step_scheduler(self, one: _Held, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step a scheduler on its own rate, now or once the verdict is known."""
@@ -295,4 +295,9 @@ class _Warmed:
 
     def state_dict(self) -> dict[str, Any]:
         own = [] if self.rates is None else self.rates.own
-        return {"own": own, "applied": [one.applied for one in self.schedulers]}
+        return {
+            "own": own,
+            "applied": [one.applied for one in self.schedulers],
+            "warmup": self.callback.warmup,
+            "warmup_steps": self.warmup_steps,
+        }

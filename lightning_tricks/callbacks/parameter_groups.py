@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks._lightning import MisconfigurationException
-from lightning_tricks._split_groups import SplitsGroups
+from lightning_tricks._split_groups import SplitsGroups, schedulers_in
 from lightning_tricks._validation import check_number
 from lightning_tricks.composition import Summary
 from lightning_tricks.functional.blocks import BlockSelector, validate_selector
@@ -67,7 +67,7 @@ class WeightDecayGroups(SplitsGroups):
         *,
         exclude: str | type[nn.Module] | Sequence[str | type[nn.Module]] = CATEGORIES,
     ) -> None:
-        self.weight_decay = None if weight_decay is None else check_number("weight_decay", weight_decay)
+        self.weight_decay = None if weight_decay is None else check_number("weight_decay", weight_decay, finite=True)
         validate_exclusion(exclude)
         self.exclude = exclude
         self.reset()
@@ -144,8 +144,9 @@ class LayerwiseLearningRateDecay(SplitsGroups):
 
     Of N blocks, block i from 0 has its groups' rates times ``decay ** (N - i)``, embeddings (and what else the module
     has before the first block) times ``decay ** (N + 1)``, the head (and what comes after the last block) its own. It
-    happens right after `configure_optimizers`; the module's schedulers, and ours, keep the ratios. A checkpoint of a
-    run without this callback is resumed with it.
+    happens right after `configure_optimizers`; the module's schedulers, and ours, keep the ratios, but for floors that
+    they give as a rate, which are the same for all layers. A checkpoint of a run without this callback is resumed with
+    it.
 
     Args:
         decay: in (0, 1].
@@ -157,7 +158,8 @@ class LayerwiseLearningRateDecay(SplitsGroups):
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; there are no such blocks (when the
             optimizers are configured, with the module types there are).
-        MisconfigurationException: a checkpoint has other parameter groups.
+        MisconfigurationException: a checkpoint has other parameter groups; the floor of a scheduler lies above a
+            layer's rate.
 
     Cost:
         A parameter group for each depth.
@@ -171,6 +173,7 @@ class LayerwiseLearningRateDecay(SplitsGroups):
     """
 
     job = "scale the learning rate by depth"
+    rank = 1  # whatever the order in the list: a checkpoint depends on the order of the groups
     buys = "fine-tuning that moves general features less than the head"
     costs = "a parameter group for each depth"
 
@@ -198,6 +201,19 @@ class LayerwiseLearningRateDecay(SplitsGroups):
         scales = depth_scales(module, self.decay, min_scale=self.min_scale, blocks=self.blocks)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._scales = {key: scales[name] for key, name in self._names.items()}
+
+    @override
+    def split(self, module: pl.LightningModule, configured: Any) -> None:
+        super().split(module, configured)
+        for scheduler in schedulers_in(configured):
+            floor = getattr(scheduler, "eta_min", 0.0)
+            rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+            if any(0 < rate < floor for rate in rates):
+                raise MisconfigurationException(
+                    f"{type(self).__name__} expected a scheduler whose floor lies below all rates, got "
+                    f"{type(scheduler).__name__}(eta_min={floor:g}), which would raise the deepest layers from "
+                    f"{min(rates):g}: lower eta_min, or use a schedule with min_lr_ratio, such as WarmupCosineScheduler"
+                )
 
     @override
     def key_of(self, parameter: Tensor, group: dict[str, Any]) -> float:

@@ -68,12 +68,13 @@ class ScheduleFree(Trick):
         self._held: list[list[Tensor]] = []
         self._saved: dict[str, Tensor] = {}
         self._running = False
+        self._started = False  # until the next fit, whatever ended this one
         self._final = False
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._remove_patch()
-        self._held, self._running, self._final = [], False, False
+        self._held, self._running, self._started, self._final = [], False, False, False
         self._optimizers = [optimizer for optimizer in trainer.optimizers if is_schedule_free(optimizer)]
         if not self._optimizers:
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
@@ -81,8 +82,10 @@ class ScheduleFree(Trick):
                 f"{type(self).__name__} expected an optimizer of the package schedulefree, which has train() and "
                 f"eval(), from {type(pl_module).__name__}.configure_optimizers under "
                 f"{type(trainer.strategy).__name__}, got {names}: return schedulefree.AdamWScheduleFree(...), or drop "
-                f'{type(self).__name__}. Under "zero1", whose optimizers have no such switch, use "fsdp2"'
+                f'{type(self).__name__}. The Closure variants need no switch; under "zero1" no optimizer has one'
             )
+        for optimizer in self._optimizers:
+            optimizer.train()  # type: ignore[attr-defined]  # for what steps before training, as LearningRateFinder
         self._undo.append(show_in_state_dict(trainer, pl_module, functools.partial(_scored, self, pl_module)))
 
     @override
@@ -93,7 +96,7 @@ class ScheduleFree(Trick):
         for name, raw in self._saved.items():
             if name in parameters:
                 copy_from_whole_(parameters[name].detach(), raw)
-        self._saved, self._running = {}, True
+        self._saved, self._running, self._started = {}, True, True
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -102,7 +105,7 @@ class ScheduleFree(Trick):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._train_on()
+        self._train_on(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -116,15 +119,19 @@ class ScheduleFree(Trick):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._train_on()  # what checkpoints show stays patched: one may be written because of the exception
+        self._running = False
+        self._train_on(pl_module)  # what checkpoints show stays patched: one may be written because of the exception
 
     def _show(self, module: pl.LightningModule) -> None:
         reshard_(module)
-        self._held = [show_evaluation_weights_(optimizer) for optimizer in self._optimizers]
+        self._held = []
+        for optimizer in self._optimizers:
+            self._held.append(show_evaluation_weights_(optimizer))
 
-    def _train_on(self) -> None:
-        if self._final:
+    def _train_on(self, module: pl.LightningModule) -> None:
+        if self._final or not self._held:
             return
+        reshard_(module)  # an evaluation may have left it gathered, with copies of the other weights
         for optimizer, held in zip(self._optimizers, self._held, strict=False):
             train_on_(optimizer, held)
         self._held = []
@@ -152,7 +159,7 @@ class ScheduleFree(Trick):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if not self._running and not self._final:
+        if not self._started:
             return
         parameters = {id(one): name for name, one in pl_module.named_parameters()}
         raw: dict[str, Tensor] = {}
@@ -171,8 +178,9 @@ class ScheduleFree(Trick):
 
 def _scored(switch: ScheduleFree, module: pl.LightningModule) -> dict[str, Tensor]:
     """What a checkpoint shows in the place of the weights that training steps on."""
-    if not switch._running or switch._held:
+    if not switch._started or switch._held:
         return {}
+    reshard_(module)
     shown = {}
     for optimizer in switch._optimizers:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

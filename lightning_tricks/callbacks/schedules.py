@@ -392,7 +392,7 @@ class WarmupPolynomialScheduler(Schedule):
             total_steps=total_steps,
             optimizers=optimizers,
         )
-        self.power = check_number("power", power, above=True)
+        self.power = check_number("power", power, above=True, finite=True)
 
     @override
     def curve(

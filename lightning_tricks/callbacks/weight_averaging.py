@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tricks._averaged_weights import AveragedWeights
-from lightning_tricks._lightning import MisconfigurationException
+from lightning_tricks._lightning import MisconfigurationException, is_fast_dev_run
 from lightning_tricks._recomputed_statistics import recompute_batchnorm_
 from lightning_tricks._validation import check_duration, check_int, check_number
-from lightning_tricks.composition.horizon import optimizer_steps_of_run
+from lightning_tricks.composition.horizon import steps_if_needed
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.distributed.sharded_checkpoint import is_sharded_checkpoint, read_full_checkpoint
 from lightning_tricks.functional.batchnorm_statistics import layers_with_statistics
@@ -81,9 +81,10 @@ class ExponentialMovingAverage(AveragedWeights):
         if decay == 1.0:
             raise ValueError(f"expected `decay` to be below 1.0, got {decay}: the average would never move")
         if half_life_steps is not None:
-            self.decay = decay_of_half_life(check_number("half_life_steps", half_life_steps, above=True))
-            if self.decay == 1.0:
-                raise ValueError(f"expected `half_life_steps` to be within a run, got {half_life_steps}")
+            half_life = check_number("half_life_steps", half_life_steps, above=True, finite=True)
+            self.decay = decay_of_half_life(half_life)
+            if not 0 < self.decay < 1:
+                raise ValueError(f"expected `half_life_steps` to be a number of steps of a run, got {half_life_steps}")
         self.half_life_steps = half_life_steps
         self.start_step = check_int("start_step", start_step, minimum=0)
         for name, flag in (("decay_warmup", decay_warmup), ("validate_with_average", validate_with_average)):
@@ -184,16 +185,12 @@ class StochasticWeightAverage(AveragedWeights):
                 "optimizes manually and would step: pass update_batchnorm=False"
             )
         total = self.total_steps
-        if total is None and not module.automatic_optimization:
-            if isinstance(self.start_after, int):
-                return self.start_after
-            raise MisconfigurationException(
-                f"{type(self).__name__} cannot know how often {type(module).__name__} steps, since it optimizes "
-                f"manually, and so what start={self.start_after} is a fraction of: pass total_steps=..."
-            )
-        total = optimizer_steps_of_run(trainer) if total is None else total
+        if total is None:
+            total = steps_if_needed(trainer, module, "start", self.start_after, by=self)
+        if total is None:
+            return int(self.start_after)
         start = resolve_duration(self.start_after, total)
-        if start >= total and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if start >= total and not is_fast_dev_run(trainer):
             raise ValueError(
                 f"expected `start` to be before the end of the run, got start={self.start_after} and "
                 f"total_steps={total}: begin earlier, give a fraction of the run, or train longer"
@@ -204,6 +201,13 @@ class StochasticWeightAverage(AveragedWeights):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self._final and self.update_batchnorm:
+            layers = set(layers_with_statistics(pl_module))
+            self._raw_buffers = {
+                f"{prefix}.{name}" if prefix else name: buffer.clone()
+                for prefix, layer in pl_module.named_modules()
+                if layer in layers
+                for name, buffer in layer.named_buffers()
+            }
             recompute_batchnorm_(trainer, pl_module)
 
     @override
@@ -216,16 +220,21 @@ class StochasticWeightAverage(AveragedWeights):
         return {**numbers, **super().metrics(trainer, stepped)}
 
 
-def load_averaged_weights(module: nn.Module, path: str | PathLike[str]) -> None:
+def load_averaged_weights(module: nn.Module, path: str | PathLike[str], *, weights_only: bool = True) -> None:
     """Load the average out of a checkpoint into a module, without a Trainer.
 
     Args:
         module: the LightningModule that was trained, or another module with its names and shapes.
-        path: a file, full or of weights alone, or a folder of `FSDP2Strategy`.
+        path: a file, full or of weights alone, or a folder of `FSDP2Strategy`. A file of weights alone does not say
+            what they are; it is loaded as it is.
+        weights_only: whether to refuse what is neither tensor nor plain value, as `torch.load` does. False unpickles
+            any object, such as hyperparameters that are classes: for files that you trust.
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: it is a full checkpoint without an average, of a run without one or from before it began.
+        TypeError: `module` is none.
+        ValueError: it is no checkpoint of Lightning, or a full one without an average: of a run without one, or from
+            before it began.
         RuntimeError: its names or shapes are not the module's, as from `torch.nn.Module.load_state_dict`.
 
     Example:
@@ -234,11 +243,15 @@ def load_averaged_weights(module: nn.Module, path: str | PathLike[str]) -> None:
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no_such.ckpt'
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected `module` to be a torch.nn.Module, got {module!r}")
     place = Path(path)
     if is_sharded_checkpoint(place):
-        checkpoint = read_full_checkpoint(place)
+        checkpoint = read_full_checkpoint(place, weights_only=weights_only)
     else:
-        checkpoint = torch.load(place, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(place, map_location="cpu", weights_only=weights_only)
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        raise ValueError(f'expected a checkpoint of Lightning, with "state_dict", got {path}, which has none')
     state = dict(checkpoint["state_dict"])
     if "callbacks" in checkpoint:
         state |= _average_of(checkpoint["callbacks"], place)
@@ -246,11 +259,10 @@ def load_averaged_weights(module: nn.Module, path: str | PathLike[str]) -> None:
 
 
 def _average_of(callbacks: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    names = (ExponentialMovingAverage.__qualname__, StochasticWeightAverage.__qualname__)
-    entries = [callbacks[name] for name in names if name in callbacks]
+    # By their form: a class of the user's own has another name.
+    entries = [entry for entry in callbacks.values() if isinstance(entry, Mapping) and "parts" in entry]
     if not any(entry.get("raw") or entry.get("average") for entry in entries):
-        raise ValueError(
-            f"expected a checkpoint with averaged weights, but {path} has none: it was written "
-            + ("before the average began" if entries else f"without any of {', '.join(names)}")
-        )
-    return {name: tensor for entry in entries for name, tensor in entry["average"].items()}
+        names = f"{ExponentialMovingAverage.__name__} or {StochasticWeightAverage.__name__}"
+        reason = "before the average began" if entries else f"without {names}"
+        raise ValueError(f"expected a checkpoint with averaged weights, but {path} has none: it was written {reason}")
+    return {name: tensor for entry in entries for name, tensor in entry.get("average", {}).items()}

@@ -235,6 +235,8 @@ class Conductor(Callback):
         unlogged, self._stepped = self._stepped, set()
         for trick in self.tricks:
             trick.finish(trainer, module, training_ends=training_ends)
+        for trick in self.tricks:  # which may have stepped
+            trick.catch_up(trainer)
         if self._stepped:  # between batches a module cannot log
             values = {key: float(value) for key, value in self._metrics(trainer).items()}
             for logger in trainer.loggers:
@@ -335,7 +337,7 @@ def _find(trainer: pl.Trainer) -> Conductor | None:
 def _in_order(callbacks: list[Callback]) -> list[Callback]:
     """The conductor first; the tricks in the order of what they touch, in the places that tricks had in the list."""
     conductor = [callback for callback in callbacks if isinstance(callback, Conductor)]
-    tricks = sorted((callback for callback in callbacks if isinstance(callback, Trick)), key=lambda one: one.touches)
+    tricks = sorted((one for one in callbacks if isinstance(one, Trick)), key=lambda one: (one.touches, one.rank))
     rest = iter(tricks)
     others = [
         next(rest) if isinstance(callback, Trick) else callback

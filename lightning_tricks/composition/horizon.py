@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_tricks._lightning import MisconfigurationException, callbacks_of, train_batches_per_epoch
 from lightning_tricks.composition.trick import Trick
 
-__all__ = ["optimizer_steps_of_run"]
+__all__ = ["optimizer_steps_of_run", "steps_if_needed"]
 
 
 def optimizer_steps_of_run(trainer: pl.Trainer) -> int:
@@ -40,6 +40,36 @@ def optimizer_steps_of_run(trainer: pl.Trainer) -> int:
             "Pass total_steps=..., or Trainer(max_steps=...)"
         )
     return max(int(total), 1)
+
+
+def steps_if_needed(
+    trainer: pl.Trainer, module: pl.LightningModule, argument: str, duration: float, *, by: Trick
+) -> int | None:
+    """Count the optimizer steps of the run for a duration, or return None where they cannot be known and need not be.
+
+    Args:
+        trainer: the Trainer, from `on_train_start` on.
+        module: its module.
+        argument: the duration's name, for the message.
+        duration: an int, which stands for itself, or a float, a fraction of the run.
+        by: the trick, for the message.
+
+    Raises:
+        MisconfigurationException: a fraction of a run that is not bounded, or of manual optimization.
+    """
+    if not module.automatic_optimization:
+        if isinstance(duration, int):
+            return None
+        raise MisconfigurationException(
+            f"{type(by).__name__} cannot know how often {type(module).__name__} steps, since it optimizes manually, "
+            f"and so what {argument}={duration} is a fraction of: pass total_steps=..."
+        )
+    try:
+        return optimizer_steps_of_run(trainer)
+    except MisconfigurationException:
+        if isinstance(duration, int):
+            return None
+        raise
 
 
 def _steps_of_epochs(trainer: pl.Trainer, batches: int, epochs: int) -> int:

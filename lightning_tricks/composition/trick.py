@@ -62,6 +62,8 @@ class Trick(Callback):
     """
 
     touches: ClassVar[Touches] = Touches.NOTHING
+    rank: ClassVar[int] = 0
+    """Its place among those that touch the same, where that matters: the lower first."""
     job: ClassVar[str] = ""
     """What the trick does, as "clip gradients". Two tricks with one job are refused, unless their `scope` differs."""
     buys: ClassVar[str] = ""

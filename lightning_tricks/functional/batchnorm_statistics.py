@@ -39,7 +39,10 @@ def layers_with_statistics(module: nn.Module) -> list[nn.modules.batchnorm._Batc
 
 @contextmanager
 def fresh_statistics(module: nn.Module) -> Iterator[None]:
-    """Reset running statistics, and let each forward pass in training mode count the same while the context lasts.
+    """Reset the running statistics of layers in training mode, and let each forward pass count the same.
+
+    Layers in evaluation mode, which training left alone, are left alone. One that no forward pass reached has its
+    statistics back afterwards, and so have all after an error.
 
     Args:
         module: the model.
@@ -51,13 +54,18 @@ def fresh_statistics(module: nn.Module) -> Iterator[None]:
         >>> layer.running_mean, layer.momentum
         (tensor([3.]), 0.1)
     """
-    layers = layers_with_statistics(module)
-    momenta = [layer.momentum for layer in layers]
+    layers = [layer for layer in layers_with_statistics(module) if layer.training]
+    before = [(layer.momentum, {name: one.clone() for name, one in layer.named_buffers()}) for layer in layers]
+    done = False
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None
     try:
         yield
+        done = True
     finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
+        for layer, (momentum, buffers) in zip(layers, before, strict=True):
             layer.momentum = momentum
+            if not done or not layer.num_batches_tracked:
+                for name, buffer in layer.named_buffers():
+                    buffer.copy_(buffers[name])

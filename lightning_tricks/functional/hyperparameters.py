@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -98,6 +99,8 @@ class Place:
 
     def __init__(self, owner: Any, name: str, index: int | None = None, label: str = "") -> None:
         self.owner, self.name, self.index, self.label = owner, name, index, label
+        if index is not None and index < 0:
+            self.index = index + len(self._holder())
         self.own = self.get()
         self._before = self._holder()
         if isinstance(self._before, Tensor):
@@ -123,6 +126,29 @@ class Place:
             holder.fill_(value)
         else:
             self._put(value)
+
+    def put_own(self, settings: dict[str, Any]) -> None:
+        """Put the number's own value into a copy of the dict that it lies in, which may share tensors with it.
+
+        Args:
+            settings: the copy.
+        """
+        value = settings[self.name]
+        if self.index is not None:
+            elements = list(value)
+            elements[self.index] = self.own
+            settings[self.name] = type(value)(elements)
+        else:
+            settings[self.name] = torch.full_like(value, self.own) if isinstance(value, Tensor) else self.own
+
+    def put_own_as(self, state: dict[str, Any], key: str) -> None:
+        """Put the own value of a tensor into a state dict.
+
+        Args:
+            state: the state dict.
+            key: of the tensor in it.
+        """
+        state[key] = torch.full_like(state[key], self.own)
 
     def restore(self) -> None:
         """Put back what was there at first."""
@@ -189,7 +215,7 @@ def module_places(target: Target, module: nn.Module) -> list[Place]:
         One for each module whose name matches and that has such a number; each module once.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none that can be set: a property or a parameter cannot.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(0.1), nn.Sequential(nn.Dropout(0.2)))
@@ -203,7 +229,8 @@ def module_places(target: Target, module: nn.Module) -> list[Place]:
             continue
         matched.append(name)
         value = getattr(one, target.name, None)
-        if _is_number(value, target.index) and not isinstance(value, nn.Parameter):
+        fixed = isinstance(getattr(type(one), target.name, None), property) or isinstance(value, nn.Parameter)
+        if _is_number(value, target.index) and not fixed:
             label = f"{name}.{_shown(target)}" if name else _shown(target)
             places.append(Place(one, target.name, target.index, label))
     if not places:
@@ -235,8 +262,8 @@ def dropout_places(module: nn.Module) -> list[Place]:
     for prefix, one in module.named_modules():
         drops = isinstance(one, nn.modules.dropout._DropoutNd) or type(one).__name__ == "StochasticDepth"
         for name, value in list(vars(one).items()):
-            named = (name == "p" and drops) or _DROPS.search(name)
-            if named and isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
+            is_rate = isinstance(value, float) or (name == "p" and isinstance(value, int))
+            if ((name == "p" and drops) or _DROPS.search(name)) and is_rate and 0 <= value <= 1:
                 places.append(Place(one, name, label=f"{prefix}.{name}" if prefix else name))
     return places
 

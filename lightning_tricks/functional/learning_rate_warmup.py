@@ -40,6 +40,7 @@ class MultipliedRates:
         self.optimizer = optimizer
         self._own: list[float] = []
         self._shown: list[float] = []
+        self._factor = 1.0
         self._look()
 
     @property
@@ -54,6 +55,9 @@ class MultipliedRates:
         Args:
             factor: replaces the factor before.
         """
+        if factor == self._factor == 1.0:
+            return  # what is shown is the owner's, and need not be read from a device
+        self._factor = factor
         self._look()
         for index, group in enumerate(self.optimizer.param_groups):
             rate = self._own[index] * factor
@@ -69,7 +73,7 @@ class MultipliedRates:
         Args:
             own: what `own` was then.
         """
-        self._own = list(own)
+        self._own, self._factor = list(own), 0.0
         self._shown = [float(group["lr"]) for group in self.optimizer.param_groups][: len(own)]
 
     def _look(self) -> None:

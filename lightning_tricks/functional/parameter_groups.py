@@ -23,6 +23,7 @@ Sharding:
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +32,16 @@ from torch.optim import Optimizer
 from lightning_tricks.functional.blocks import BlockSelector, find_blocks
 from lightning_tricks.functional.exclusion import find_head
 
-__all__ = ["CATEGORIES", "GroupSplit", "depth_scales", "parameter_categories", "rescale_rates_", "split_groups_"]
+__all__ = [
+    "CATEGORIES",
+    "GroupSplit",
+    "depth_scales",
+    "parameter_categories",
+    "rescale_rates_",
+    "rescale_scheduler_",
+    "split_further",
+    "split_groups_",
+]
 
 CATEGORIES = ("bias", "norm", "embedding")
 """What a parameter can be besides a weight that decays."""
@@ -55,7 +65,7 @@ _EMBEDDING_NAME = re.compile(
 # In schedulers, lists with a number for each group; and in a group what OneCycleLR keeps there.
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 _RATES_PER_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs")
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 def parameter_categories(module: nn.Module) -> dict[str, set[str]]:
@@ -197,6 +207,15 @@ class GroupSplit:
             scheduler: the scheduler or the dict; those inside of it are changed too.
         """
         values = scheduler if isinstance(scheduler, dict) else vars(scheduler)
+        own = not isinstance(scheduler, dict) and not type(scheduler).__module__.startswith("torch.")
+        for name, value in values.items():
+            unknown = isinstance(value, (list, tuple)) and name not in (*_PER_GROUP, "_schedulers")
+            if own and unknown and len(value) == len(self.before) != len(self.after):
+                raise ValueError(
+                    f"expected a scheduler of torch, or one that keeps nothing for each parameter group, got a "
+                    f"{type(scheduler).__name__} whose {name!r} has {len(value)} entries, as there were groups before "
+                    f"they were split into {len(self.after)}: it cannot be told what they are"
+                )
         for name in _PER_GROUP:
             entries = values.get(name)
             if isinstance(entries, list) and len(entries) == len(self.before):
@@ -267,6 +286,81 @@ def split_groups_(
     return GroupSplit(before, parts, change)
 
 
+def split_further(
+    splits: Sequence[GroupSplit], state: dict[str, Any], changes: Sequence[Callable[[dict[str, Any], Any], None]]
+) -> GroupSplit | None:
+    """Return the split that turns groups which some of several splits made, or none, into those that all of them make.
+
+    Args:
+        splits: of one optimizer, in the order in which they were made.
+        state: the optimizer's state dict, of whichever groups.
+        changes: what each split changed in the settings of a group, by its key there.
+
+    Returns:
+        The split from the state's groups to those of all splits; None if the state is of no subset of them.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        >>> older = optimizer.state_dict()
+        >>> change = lambda group, ndim: group.update(lr=ndim)
+        >>> split = split_groups_(optimizer, lambda parameter, group: parameter.ndim, change)
+        >>> further = split_further([split], older, [change])
+        >>> [(group["params"], group["lr"]) for group in further.adapt_state(older)["param_groups"]]
+        [([1], 1), ([0], 2)]
+    """
+    saved = state["param_groups"]
+    sizes = [len(group["params"]) for group in saved]
+    numbers = iter(range(sum(splits[0].before)))
+    undivided = [[next(numbers) for _ in range(size)] for size in splits[0].before]
+    keys, final = _keys_of(splits, undivided)
+    for made in sorted(product((True, False), repeat=len(splits)), key=sum, reverse=True):
+        groups = undivided
+        for one, is_made in zip(keys, made, strict=True):
+            groups = _divided(groups, one) if is_made else groups
+        if [len(group) for group in groups] != sizes:
+            continue
+        missing = [place for place, is_made in enumerate(made) if not is_made]
+
+        def change(group: dict[str, Any], key: Any, missing: list[int] = missing) -> None:
+            for place in missing:
+                changes[place](group, key[place])
+
+        parts = []
+        for group in final:
+            if not group:
+                parts.append(_Part(next(index for index, one in enumerate(groups) if not one), [], None, 1.0))
+                continue
+            source = next(index for index, one in enumerate(groups) if group[0] in one)
+            key = [one[group[0]] for one in keys]
+            settings = _copied(saved[source], [])
+            change(settings, key)
+            factor = settings.get("lr_scale", 1.0) / saved[source].get("lr_scale", 1.0)
+            parts.append(_Part(source, [groups[source].index(number) for number in group], key, factor))
+        return GroupSplit(sizes, parts, change)
+    return None
+
+
+def _keys_of(splits: Sequence[GroupSplit], groups: list[list[int]]) -> tuple[list[dict[int, Any]], list[list[int]]]:
+    """The key of each parameter in each split, and the groups after all of them."""
+    keys = []
+    for split in splits:
+        divided = [[groups[part.group][place] for place in part.places] for part in split.parts]
+        pairs = zip(split.parts, divided, strict=True)
+        keys.append({number: part.key for part, numbers in pairs for number in numbers})
+        groups = divided
+    return keys, groups
+
+
+def _divided(groups: list[list[int]], keys: dict[int, Any]) -> list[list[int]]:
+    found = []
+    for group in groups:
+        of_key: dict[Any, list[int]] = {}
+        for number in group:
+            of_key.setdefault(keys[number], []).append(number)
+        found += [of_key[key] for key in sorted(of_key)] or [[]]
+    return found
+
+
 def rescale_rates_(group: dict[str, Any], scale: float) -> None:
     """Multiply the learning rates of a parameter group, once: the scale is kept in it as ``lr_scale``.
 
@@ -284,6 +378,28 @@ def rescale_rates_(group: dict[str, Any], scale: float) -> None:
         if name in group:
             group[name] = group[name] * factor
     group["lr_scale"] = scale
+
+
+def rescale_scheduler_(scheduler: Any, factors: Sequence[float]) -> None:
+    """Multiply the learning rates that a scheduler keeps for each parameter group.
+
+    Args:
+        scheduler: of torch; those inside of it are changed too.
+        factors: by group.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        >>> rescale_scheduler_(scheduler, [0.5])
+        >>> scheduler.base_lrs
+        [0.5]
+    """
+    for name in _RATES_PER_GROUP:
+        rates = vars(scheduler).get(name)
+        if isinstance(rates, list) and len(rates) == len(factors):
+            setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
+    for inner in getattr(scheduler, "_schedulers", ()):
+        rescale_scheduler_(inner, factors)
 
 
 def _copied(group: dict[str, Any], places: list[int]) -> dict[str, Any]:

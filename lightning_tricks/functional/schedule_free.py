@@ -25,6 +25,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks.functional.shards import local_tensor
@@ -66,7 +67,11 @@ def show_evaluation_weights_(optimizer: Optimizer) -> list[Tensor]:
         (False, None, True)
     """
     held = [local_tensor(one.detach()).clone() for one in _parameters(optimizer)]
-    optimizer.eval()  # type: ignore[attr-defined]
+    try:
+        optimizer.eval()  # type: ignore[attr-defined]
+    except BaseException:
+        train_on_(optimizer, held)
+        raise
     return held
 
 
@@ -102,11 +107,14 @@ def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
         ...     optimizer.param_groups[0]["train_mode"]
         False
     """
-    held = show_evaluation_weights_(optimizer)
-    try:
-        yield
-    finally:
-        train_on_(optimizer, held)
+    # The weights come back bit for bit, so a backward pass that has yet to come may go on with them.
+    plain = tuple(one for one in _parameters(optimizer) if not isinstance(one, DTensor))
+    with torch.autograd._unsafe_preserve_version_counter(plain):  # type: ignore[attr-defined]  # private: torch 2.13
+        held = show_evaluation_weights_(optimizer)
+        try:
+            yield
+        finally:
+            train_on_(optimizer, held)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

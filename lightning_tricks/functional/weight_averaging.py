@@ -92,6 +92,7 @@ class WeightAverage:
         self.local: list[Tensor] = []
         self._device = device
         self._like: list[tuple[Any, Any, Any, Any] | None] = []
+        self._sharded = False
         self._direct: list[int] = []
         self._staged: list[list[int]] = []
         self.add(tensors)
@@ -109,6 +110,7 @@ class WeightAverage:
             self.names.append(name)
             self.local.append(torch.empty_like(local, dtype=dtype, device=self._device).copy_(local))
             sharded = isinstance(tensor, DTensor)
+            self._sharded |= sharded
             self._like.append(
                 (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if sharded else None  # type: ignore[attr-defined]
             )
@@ -135,7 +137,7 @@ class WeightAverage:
             tensors: in the order of `names`.
             share: how far, from 0 for not at all to 1 for all the way.
         """
-        live = [local_tensor(one) for one in tensors] if any(self._like) else tensors
+        live = [local_tensor(one) for one in tensors] if self._sharded else tensors
         if self._direct:
             own, others = [self.local[i] for i in self._direct], [live[i] for i in self._direct]
             torch._foreach_lerp_(own, others, share)
@@ -192,21 +194,25 @@ def show_(parameters: Sequence[Tensor], averages: Sequence[Tensor]) -> list[Tens
         >>> weight.item(), put_back_([weight], held), weight.item()
         (5.0, None, 1.0)
     """
-    held = []
-    for parameter, average in zip(parameters, averages, strict=True):
+    held, shown = [], []
+    for parameter, average in zip(parameters, averages, strict=True):  # what needs memory first
         if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            held.append(local.clone())
-            local.copy_(average)
+            held.append(parameter.to_local().clone())
+            shown.append(average)
         else:
             held.append(before := parameter.data)
-            parameter.data = average if _alike(average, before) else average.to(before)
+            shown.append(average if _alike(average, before) else average.to(before))
+    try:
+        put_back_(parameters, shown)
+    except BaseException:
+        put_back_(parameters, held)
+        raise
     return held
 
 
 @torch.no_grad()
 def put_back_(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-    """Undo `show_`, bit for bit.
+    """Let parameters hold these tensors: undo `show_`, bit for bit.
 
     Args:
         parameters: the same.

@@ -3,12 +3,13 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
 import lightning_tricks as lt
 from lightning_tricks.functional.schedules import warmup_cosine, warmup_linear
-from tests.models import FixedGradients, Net, TwoOptimizers, fit, fp16, loader, trainer
+from tests.models import FixedGradients, ManualNet, Net, TwoOptimizers, fit, fp16, loader, trainer
 
 INF = float("inf")
 
@@ -113,7 +114,7 @@ def test_resumed_with_and_without_it(before: bool, after: bool, tmp_path) -> Non
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer, *args) -> None:
-            if trainer.global_step == 3:
+            if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     fit(Net(), *tricks(before), Save(), max_epochs=1)
@@ -121,8 +122,8 @@ def test_resumed_with_and_without_it(before: bool, after: bool, tmp_path) -> Non
     run = trainer(*tricks(after), probe, max_epochs=4)
     run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
     warmup = 3 if before else 14
-    expected = [0.01 * warmup_cosine(k, warmup_steps=warmup, total_steps=28, min_ratio=0.1) for k in range(3, 28)]
-    assert [one[0] for one in probe.seen] == pytest.approx(expected if after else [0.01] * 25)
+    expected = [0.01 * warmup_cosine(k, warmup_steps=warmup, total_steps=28, min_ratio=0.1) for k in range(2, 28)]
+    assert [one[0] for one in probe.seen] == pytest.approx(expected if after else [0.01] * 26)
 
 
 def test_a_rollback_takes_it_back() -> None:
@@ -151,3 +152,107 @@ def test_dropout_early_and_late() -> None:
 def test_a_module_whose_dropout_is_zero_is_told() -> None:
     with pytest.warns(UserWarning, match=r"DropoutScheduler changed nothing: every rate of dropout is 0"):
         fit(Net(), lt.DropoutScheduler(steps=2))
+
+
+class TensorRate(Net):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01), foreach=False)
+
+
+def test_saving_does_not_write_to_a_rate_that_is_a_tensor(tmp_path) -> None:
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, *args) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    probe = Probe(lambda module, optimizer: float(optimizer.param_groups[0]["lr"]))
+    fit(TensorRate(), lt.HyperparameterScheduler("optimizer.lr", lambda k: 0.01 * halves(k)), probe, Save())
+    assert probe.seen == pytest.approx([0.01 * halves(k) for k in range(7)])
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]["lr"]
+    assert float(saved) == pytest.approx(0.01)
+
+
+class Tempered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.0))
+        self.top_k = 3
+
+    @property
+    def fixed(self) -> float:
+        return 1.0
+
+
+def test_a_buffer_keeps_its_own_value_over_a_resume(tmp_path) -> None:
+    def trick() -> lt.HyperparameterScheduler:
+        return lt.HyperparameterScheduler("temperature", lt.WarmupLinearScheduler(0, min_lr_ratio=0.0, total_steps=20))
+
+    look = lambda module, _: round(module.temperature.item(), 4)  # noqa: E731
+    module, probe = Tempered(), Probe(look)
+    run = fit(module, trick(), max_epochs=1)
+    assert module.temperature.item() == 1.0
+    other = trainer(trick(), probe, max_epochs=2)
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    run = fit(Tempered(), trick(), Save(), max_epochs=1)
+    other.fit(Tempered(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert run.global_step == 7
+    assert probe.seen == pytest.approx([1 - k / 20 for k in range(7, 14)])
+
+
+def test_an_int_stays_one() -> None:
+    module, probe = Tempered(), Probe(lambda module, _: module.top_k)
+    fit(module, lt.HyperparameterScheduler("top_k", lambda k: 5 - k // 2), probe)
+    assert probe.seen == [5, 5, 4, 4, 3, 3, 2]
+    assert all(type(one) is int for one in probe.seen)
+    assert module.top_k == 3
+
+
+def test_what_cannot_be_set_or_is_no_number() -> None:
+    with pytest.raises(ValueError, match="none with a number fixed"):
+        fit(Tempered(), lt.HyperparameterScheduler("fixed", halves))
+    for value in (None, "a", float("nan"), True):
+        schedule = lt.HyperparameterScheduler("top_k", lambda k, value=value: value if k == 2 else 1)
+        module = Tempered()
+        with pytest.raises(ValueError, match=rf"'top_k'\) to return a number, got {value!r} at applied step 2"):
+            fit(module, schedule)
+        assert module.top_k == 3
+
+
+def test_one_element_under_two_indices_is_one_number() -> None:
+    tricks = [lt.HyperparameterScheduler(f"optimizer.betas[{index}]", lambda k: 0.9) for index in (0, -2)]
+    with pytest.raises(MisconfigurationException, match=r"betas\[0\].*betas\[-2\].*both set betas"):
+        fit(Net(), *tricks)
+
+
+def test_beside_lightnings_weight_averaging_the_rate_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="HyperparameterScheduler and StochasticWeightAveraging"):
+        fit(Net(), lt.HyperparameterScheduler("optimizer.lr", halves), StochasticWeightAveraging(0.1))
+
+
+def test_a_rollback_takes_numbers_of_the_module_back() -> None:
+    probe = Probe(lambda module, _: module.net[0].dropout.p)
+    guard = lt.LossSpikeGuard("rollback", snapshot_every_steps=3, warmup_steps=2, window_steps=4, z_threshold=1e9)
+    schedule = lt.HyperparameterScheduler("net.*.dropout.p", lambda k: 0.01 * k)
+    run = fit(Net(nan_at=(5,)), guard, schedule, probe, max_epochs=2)
+    assert lt.step_ledger(run)[0].rolled_back == 2
+    assert probe.seen == pytest.approx([0.01 * k for k in probe.applied])
+
+
+def test_early_dropout_does_not_come_again_in_a_longer_run(tmp_path) -> None:
+    fit(Net(dropout=0.3), lt.DropoutScheduler(steps=0.5), max_epochs=2).save_checkpoint(tmp_path / "a.ckpt")
+    probe = Probe(lambda module, _: module.net[0].dropout.p)
+    run = trainer(lt.DropoutScheduler(steps=0.5), probe, max_epochs=20)
+    run.fit(Net(dropout=0.3), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert set(probe.seen) == {0.0}
+
+
+def test_a_module_without_optimizers_is_refused() -> None:
+    class Without(ManualNet):
+        def configure_optimizers(self) -> list:
+            return []
+
+    with pytest.raises(MisconfigurationException, match="DropoutScheduler counts the steps of an optimizer, but With"):
+        fit(Without(dropout=0.2), lt.DropoutScheduler(steps=2))

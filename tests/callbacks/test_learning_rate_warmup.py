@@ -222,7 +222,7 @@ def test_a_rate_that_somebody_else_writes_is_the_new_own() -> None:
 
     rates = Rates()
     fit(Net(), lt.LearningRateWarmup(6), Writes(), rates)
-    expected = [0.01 * factor(k, 6) for k in range(3)] + [0.5] + [0.5 * factor(k, 6) for k in range(4, 7)]
+    expected = [(0.01 if k < 3 else 0.5) * factor(k, 6) for k in range(7)]
     assert rates.seen[0] == pytest.approx(expected)
 
 
@@ -249,3 +249,24 @@ def test_schedulers_are_their_own_again_after_fit() -> None:
 def test_beside_a_whole_schedule_it_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="WarmupLinearScheduler and LearningRateWarmup"):
         fit(Net(), lt.WarmupLinearScheduler(2), lt.LearningRateWarmup(2))
+
+
+def test_a_rate_that_the_module_sets_in_its_own_hook_is_warmed_up() -> None:
+    """As schedulers that are no torch ones do, which go by another method than `step`."""
+
+    class SetsItself(Scheduled):
+        def lr_scheduler_step(self, scheduler, metric) -> None:
+            self.optimizers().param_groups[0]["lr"] = 0.01 * 0.9**self.trainer.global_step
+
+    rates = Rates()
+    fit(SetsItself("exponential"), lt.LearningRateWarmup(4), rates)
+    assert rates.seen[0] == pytest.approx([0.01 * 0.9**k * factor(k, 4) for k in range(7)])
+
+
+def test_a_fraction_stays_the_number_of_steps_that_it_was(tmp_path) -> None:
+    """Resumed with ten times the length, at the end of the warmup: it does not come again."""
+    fit(Net(), lt.LearningRateWarmup(0.5), max_epochs=2).save_checkpoint(tmp_path / "a.ckpt")
+    rates = Rates()
+    run = trainer(lt.LearningRateWarmup(0.5), rates, max_epochs=20)
+    run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert rates.seen[0] == [0.01] * 126

@@ -164,6 +164,74 @@ def test_a_module_that_keeps_its_optimizer_is_split_once() -> None:
     assert settings.seen[0] == settings.seen[-1]
 
 
+SPLITS = {"decay": lambda: lt.WeightDecayGroups(0.3), "rates": lambda: lt.LayerwiseLearningRateDecay(0.5)}
+
+
+@pytest.mark.parametrize("before", [(), ("decay",), ("rates",), ("decay", "rates"), ("rates", "decay")])
+@pytest.mark.parametrize("after", [("decay", "rates"), ("rates", "decay")])
+def test_a_checkpoint_of_some_of_the_splits_goes_on_with_all(before: tuple, after: tuple, tmp_path) -> None:
+    fit(Scheduled(), *(SPLITS[one]() for one in before)).save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    moments = sorted(float(one["exp_avg"].abs().sum()) for one in saved.values())
+    settings, whole = Settings(), Settings()
+    run = trainer(*(SPLITS[one]() for one in after), settings, max_epochs=2)
+    module = Scheduled()
+    found = []
+    module.on_train_start = lambda: found.extend(
+        float(run.optimizers[0].state[one]["exp_avg"].abs().sum()) for one in module.parameters()
+    )
+    run.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    fit(Scheduled(), *(SPLITS[one]() for one in after), whole, max_epochs=2)
+    assert settings.seen == whole.seen[7:]
+    assert sorted(found) == pytest.approx(moments)
+
+
+def test_other_arguments_of_a_resumed_run_hold(tmp_path) -> None:
+    """A checkpoint brings back the groups of then; what this run asks for is done all the same."""
+    fit(Scheduled(), lt.WeightDecayGroups(0.3), lt.LayerwiseLearningRateDecay(0.5)).save_checkpoint(tmp_path / "a.ckpt")
+    settings, whole = Settings(), Settings()
+    tricks = lambda: [lt.WeightDecayGroups(0.1), lt.LayerwiseLearningRateDecay(0.9)]  # noqa: E731
+    run = trainer(*tricks(), settings, max_epochs=2)
+    run.fit(Scheduled(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    fit(Scheduled(), *tricks(), whole, max_epochs=2)
+    for seen, expected in zip(settings.seen, whole.seen[7:], strict=True):
+        for name, pair in seen.items():
+            assert pair == pytest.approx(expected[name], rel=1e-12)
+
+
+class WithScheduler(Net):
+    def __init__(self, build) -> None:
+        super().__init__()
+        self.build = build
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": self.build(optimizer), "interval": "step"}]
+
+
+class KeepsLists(torch.optim.lr_scheduler.StepLR):
+    def __init__(self, optimizer) -> None:
+        super().__init__(optimizer, 1)
+        self.per_group = [1.0]
+
+
+def test_floors_above_a_rate_and_lists_nobody_knows_are_refused() -> None:
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    fit(WithScheduler(lambda o: cosine(o, 14, eta_min=0.001)), lt.LayerwiseLearningRateDecay(0.5))
+    with pytest.raises(MisconfigurationException, match=r"CosineAnnealingLR\(eta_min=0.002\).*from 0.00125: lower"):
+        fit(WithScheduler(lambda o: cosine(o, 14, eta_min=0.002)), lt.LayerwiseLearningRateDecay(0.5))
+    with pytest.raises(ValueError, match=r"KeepsLists whose 'per_group' has 1 entries.*split into 2"):
+        fit(WithScheduler(KeepsLists), lt.WeightDecayGroups())
+
+
+def test_swalr_keeps_the_ratios() -> None:
+    settings = Settings()
+    build = lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=2)  # noqa: E731
+    fit(WithScheduler(build), lt.LayerwiseLearningRateDecay(0.5), settings)
+    for name, (rate, _) in settings.seen[-1].items():
+        assert rate == pytest.approx(0.05 * 0.5 ** (3 - int(name.split(".")[1])))
+
+
 # Under strategies, and from older checkpoints
 
 

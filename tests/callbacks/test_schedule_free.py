@@ -126,3 +126,29 @@ def test_interrupted_in_validation_the_weights_of_training_come_back(hook: str) 
 def test_without_such_an_optimizer_it_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"SingleDeviceStrategy, got SGD: return schedulefree.AdamW"):
         fit(Net(optimizer="sgd"), lt.ScheduleFree())
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward", "on_after_backward"])
+def test_saving_in_the_middle_of_a_step_changes_nothing(hook: str, tmp_path) -> None:
+    found = []
+    for saves in (False, True):
+        saver = pl.Callback()
+        if saves:
+            setattr(saver, hook, lambda trainer, *args: trainer.save_checkpoint(tmp_path / "a.ckpt"))
+        module = seeded(Free)
+        fit(module, lt.ScheduleFree(), saver)
+        found.append(weights(module))
+    assert_same(found[0], found[1])
+
+
+def test_after_an_exception_a_checkpoint_resumes_bit_for_bit_on_the_same_trainer(tmp_path) -> None:
+    whole = seeded(Free)
+    fit(whole, lt.ScheduleFree(), max_epochs=2)
+    module = seeded(lambda: Free())
+    fit(module, lt.ScheduleFree(), max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    run, other = trainer(lt.ScheduleFree(), max_epochs=2), Free(fail_at=3)
+    with pytest.raises(RuntimeError, match="boom"):
+        run.fit(other, loader())
+    resumed = Free()
+    run.fit(resumed, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert_same(weights(resumed), weights(whole))

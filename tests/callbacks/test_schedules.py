@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -370,6 +371,30 @@ def test_a_warmup_and_a_decay_that_do_not_fit() -> None:
     ):
         fit(Net(), lt.WarmupStableDecayScheduler(4, 0.5), max_steps=6)
     fit(Net(), lt.WarmupStableDecayScheduler(4, 0.5), fast_dev_run=True)
+
+
+def test_a_warmup_and_a_decay_that_no_longer_fit_a_shorter_run(tmp_path) -> None:
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    run = trainer(lt.WarmupStableDecayScheduler(10, 10), Save(), max_epochs=3)
+    module = Net()
+    module.on_train_epoch_end = lambda: setattr(run, "should_stop", True)
+    run.fit(module, loader())
+    shorter = trainer(lt.WarmupStableDecayScheduler(10, 10), max_epochs=2)
+    with pytest.raises(ValueError, match=r"warmup=10 and decay=10, 10 and 10 steps, and total_steps=14"):
+        shorter.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_numbers_of_numpy_can_be_saved(tmp_path) -> None:
+    tricks = lambda: [  # noqa: E731
+        lt.WarmupCosineScheduler(np.float64(0.1), min_lr_ratio=np.float64(0.2)),
+        lt.WeightDecayGroups(np.float64(0.1)),
+        lt.LayerwiseLearningRateDecay(np.float64(0.75)),
+    ]
+    fit(Net(), *tricks()).save_checkpoint(tmp_path / "a.ckpt")
+    trainer(*tricks(), max_epochs=2).fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
 
 
 # By samples and tokens

@@ -273,6 +273,16 @@ def test_the_state_of_an_older_optimizer_goes_to_the_same_parameters() -> None:
         assert torch.equal(new.state[parameter]["exp_avg"], old.state[olds[place]]["exp_avg"])
 
 
+def test_a_rate_that_is_a_tensor_is_not_shared_between_the_parts() -> None:
+    _, groups = two_groups()
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1.0), foreach=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    split_groups_(optimizer, lambda one, _: one.ndim, lambda group, ndim: None)
+    first, second = optimizer.param_groups[:2]
+    first["lr"].fill_(0.1)
+    assert second["lr"] == 0.5
+
+
 def test_split_again_nothing_is_scaled_twice() -> None:
     optimizer = torch.optim.SGD(two_groups()[1], lr=1.0)
     by_rank(optimizer)

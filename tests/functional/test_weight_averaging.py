@@ -111,3 +111,13 @@ def test_shown_and_put_back(dtype: torch.dtype) -> None:
 def test_half_life() -> None:
     decay = decay_of_half_life(100)
     assert decay**100 == pytest.approx(0.5)
+
+
+def test_a_swap_that_fails_halfway_changes_nothing() -> None:
+    """As where the memory for a cast is not to be had."""
+    parameters = [torch.nn.Parameter(torch.randn(3, dtype=torch.bfloat16)) for _ in range(3)]
+    before = [one.detach().clone() for one in parameters]
+    averages = [torch.randn(3), torch.empty(3, device="meta"), torch.randn(3)]  # which cannot be copied from
+    with pytest.raises(NotImplementedError):
+        show_(parameters, averages)
+    assert all(torch.equal(one, was) for one, was in zip(parameters, before, strict=True))
