@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tricks._averaged_part import AveragedPart
 from lightning_tricks._lightning import callbacks_that_copy_the_module, is_fitting
 from lightning_tricks._scored_weights import show_in_state_dict
 from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, step_ledger
@@ -20,8 +21,6 @@ from lightning_tricks.composition.trick import key_of
 from lightning_tricks.distributed.full_state import copy_from_whole_, gather_state_dict, load_full_state_, whole
 from lightning_tricks.distributed.sharding import reshard_
 from lightning_tricks.functional.patching import Removable
-from lightning_tricks.functional.shards import local_tensor
-from lightning_tricks.functional.weight_averaging import WeightAverage, put_back_, show_
 
 __all__ = ["AveragedWeights"]
 
@@ -76,7 +75,7 @@ class AveragedWeights(Trick):
 
     @override
     def reset(self) -> None:
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, AveragedPart] = {}
         self._module: pl.LightningModule | None = None
         self._saved: dict[str, Any] = {}
         self._running = False
@@ -106,8 +105,8 @@ class AveragedWeights(Trick):
         self._module, self._running, self._final, self._scanned = module, True, False, None
         begin = self.begins_at(trainer, module)
         for index, ledger in enumerate(step_ledger(trainer)):
-            part = self._parts.setdefault(index, _Part(self, index))
-            part.begin, part.follower = begin, Follower(ledger, part.follow)
+            part = self._parts.setdefault(index, AveragedPart(self.share, self.takes, self.device))
+            part.module, part.begin, part.follower = module, begin, Follower(ledger, part.follow)
         self._scan(trainer, module)
         self._load(module)
         for part in self._parts.values():
@@ -346,107 +345,6 @@ class AveragedWeights(Trick):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_module": None}
-
-
-class _Part:
-    """The average of what one optimizer trains."""
-
-    def __init__(self, owner: AveragedWeights, index: int) -> None:
-        self.owner = owner
-        self.index = index
-        self.begin = 0
-        self.names: list[str] = []
-        self.live: list[Tensor] = []
-        self.average: WeightAverage | None = None
-        self.updates = 0
-        self.begun_at = 0
-        self.applied = 0
-        self.held: list[Tensor] | None = None
-        self.versions: list[int] = []
-        self.buffers: list[str] = []
-        self.follower: Follower
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        self.names += tensors
-        self.live += tensors.values()
-        if self.average is not None:
-            self.average.add(tensors)
-
-    def start(self) -> None:
-        """Begin the average with the weights as they are."""
-        self.average = WeightAverage(dict(zip(self.names, self.live, strict=True)), self.owner.device)
-        self.updates, self.begun_at = 0, self.applied
-
-    def follow(self, applied: int) -> None:
-        if applied == self.applied:
-            return  # the step was left out
-        self.applied = applied
-        self.find_buffers()
-        if self.average is None:
-            if applied >= self.begin:
-                self.start()
-        elif self.owner.takes(applied - self.begun_at):
-            self.average.update_(self.live, self.owner.share(self.updates))
-            self.updates += 1
-
-    def show(self) -> None:
-        if self.average is not None and self.held is None:
-            self.find_buffers()
-            self.held = show_(self.live, self.average.local)
-
-    def find_buffers(self) -> None:
-        """Look buffers up anew: a module may put another tensor in a buffer's place."""
-        for name in self.buffers:
-            assert self.owner._module is not None
-            self.live[self.names.index(name)] = self.owner._module.get_buffer(name)
-
-    def put_back(self) -> None:
-        if self.held is not None:
-            self.find_buffers()
-            put_back_(self.live, self.held)
-            self.held = None
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the parameters are what `show` made them: not written to, nor pointing elsewhere."""
-        if self.average is None or self.held is None:
-            return True
-        if self.versions != [one._version for one in self.live]:  # they may share memory with the average
-            return False
-        pairs = zip(self.live, self.average.local, strict=True)
-        return all(torch.equal(local_tensor(one.detach()), own.to(local_tensor(one))) for one, own in pairs)
-
-    @property
-    def raw(self) -> list[Tensor]:
-        """This rank's parts of the weights that training goes on with."""
-        return [local_tensor(one.detach()) for one in self.live] if self.held is None else self.held
-
-    def is_narrow(self, name: str) -> bool:
-        """Whether the parameter has fewer bits than its average."""
-        index = self.names.index(name)
-        assert self.average is not None
-        return self.live[index].dtype != self.average.local[index].dtype
-
-    def shown(self) -> dict[str, Tensor]:
-        """The average as the parameters would hold it."""
-        if self.average is None:
-            return {}
-        pairs = zip(self.live, self.average.local, strict=True)
-        return self.average.named([own.to(local_tensor(one.detach())) for one, own in pairs])
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "started": self.average is not None,
-            "names": list(self.names),
-            "updates": self.updates,
-            "begun_at": self.begun_at,
-            "applied": self.applied,
-        }
-
-    def go_back(self, state: dict[str, Any]) -> None:
-        self.updates, self.begun_at, self.applied = state["updates"], state["begun_at"], state["applied"]
-        if not state["started"]:
-            self.average = None
 
 
 def _scored(average: AveragedWeights, module: pl.LightningModule) -> dict[str, Tensor]:

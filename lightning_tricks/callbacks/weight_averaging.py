@@ -260,7 +260,7 @@ def load_averaged_weights(module: nn.Module, path: str | PathLike[str], *, weigh
 
 def _average_of(callbacks: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     # By their form: a class of the user's own has another name.
-    entries = [entry for entry in callbacks.values() if isinstance(entry, Mapping) and "parts" in entry]
+    entries = [one for one in callbacks.values() if isinstance(one, Mapping) and ("parts" in one or [*one] == ["raw"])]
     if not any(entry.get("raw") or entry.get("average") for entry in entries):
         names = f"{ExponentialMovingAverage.__name__} or {StochasticWeightAverage.__name__}"
         reason = "before the average began" if entries else f"without {names}"

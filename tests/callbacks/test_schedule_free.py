@@ -92,6 +92,9 @@ def test_checkpoints_hold_what_was_scored(tmp_path) -> None:
     assert_same(only["state_dict"], held["scored"])
     assert_same(full["callbacks"]["ScheduleFree"]["raw"], held["live"])
     assert full["optimizer_states"][0]["param_groups"][0]["train_mode"] is False
+    other = Free()
+    lt.load_averaged_weights(other, saver.best_model_path)
+    assert_same(weights(other), held["scored"])
 
 
 def test_a_checkpoint_after_fit_resumes_bit_for_bit(tmp_path) -> None:

@@ -339,10 +339,10 @@ def test_each_schedule_is_its_function_of_the_applied_step(name: str) -> None:
 
 @schedules
 def test_accumulation_1_and_4_have_the_same_curve(name: str) -> None:
-    """At the same number of applied steps: 4 in an epoch of 28 batches with windows of 7, or of 4 batches with none."""
+    """At the same number of applied steps: 2 in an epoch of 7 batches with windows of 4, or of 2 batches without."""
     whole, windows = Rates(), Rates()
-    fit(Net(), schedule_of(name), whole, max_epochs=3, limit_train_batches=4)
-    fit(Net(), schedule_of(name), windows, max_epochs=3, accumulate_grad_batches=2)
+    fit(Net(), schedule_of(name), whole, max_epochs=6, limit_train_batches=2)
+    fit(Net(), schedule_of(name), windows, max_epochs=6, accumulate_grad_batches=4)
     assert len(whole.seen[0]) == 12
     assert windows.seen[0] == whole.seen[0]
 
