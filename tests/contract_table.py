@@ -16,6 +16,7 @@ import lightning_tricks as lt
 from tests.models import ManualNet, Net, trainer
 
 NUM_TURNS = 5
+STRATEGIES = ("ddp", "zero1", "fsdp2", "fsdp2 by hand")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Row:
 
     def refuses(self, mode: str) -> bool:
         return any(word in mode for word in self.refused)
+
+    def runs_under(self, strategy: str) -> bool:
+        """Whether the row is run under a strategy; of those that take turns, one is."""
+        turn = self.turn is None or strategy == "one process" or STRATEGIES.index(strategy) == self.turn
+        return turn and not self.refuses(strategy)
 
     def num_steps(self, num_batches: int) -> int:
         return -(-num_batches // self.accumulates)

@@ -68,7 +68,7 @@ def contract_runs(strategy: str, rank: int | None = None, world_size: int = 2) -
     rank = torch.distributed.get_rank() if rank is None else rank
     results = {}
     for number, row in enumerate(ROWS):
-        if row.refuses(strategy):
+        if not row.runs_under(strategy):
             continue
         trainer, result = trained(
             [row.build("acting")],
@@ -141,7 +141,7 @@ def contract_under(strategy: str, folder: str) -> list[str]:
         for place, row in enumerate(ROWS):
             options = {**row.module, "accumulates": row.accumulates == 1}
             turn = 0 if row.refuses("manual") else (place + (strategy == "zero1")) % len(STRATEGY_MODES)
-            if turn != number:
+            if turn != number or not (row.refuses(strategy) or row.runs_under(strategy)):
                 continue
             if row.refuses(strategy):
                 faults += check_refused(strategy, mode, row, options)

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lightning_tricks as lt
-from tests.contract_table import ROWS, Row
-from tests.distributed_cases import BY_HAND, contract_runs, contract_under
+from tests.contract_table import ROWS, STRATEGIES, Row
+from tests.distributed_cases import contract_runs, contract_under
 from tests.models import (
     ManualNet,
     Net,
@@ -215,16 +215,15 @@ def test_exception_leaves_the_module_as_a_plain_run_would(row: Row, where: str, 
 # 6. two processes
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp2", BY_HAND])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_equal_one_on_the_same_global_batch(strategy: str, two_processes) -> None:
     expected = contract_runs("one process", rank=0, world_size=1)
-    expected = {
-        name: run for name, run in expected.items() if not next(r for r in ROWS if r.name == name).refuses(strategy)
-    }
+    by_name = {row.name: row for row in ROWS}
+    expected = {name: run for name, run in expected.items() if by_name[name].runs_under(strategy)}
     ranks = two_processes.run(contract_runs, strategy)
     for key, (result, logged) in expected.items():
         for rank in ranks:
-            row = next(row for row in ROWS if row.name == key)
+            row = by_name[key]
             assert_same(rank[key][0], result, rtol=0, atol=row.across_ranks)
             shared = {name: value for name, value in rank[key][1].items() if name not in row.by_ranks}
             same = {name: value for name, value in logged.items() if name not in row.by_ranks}

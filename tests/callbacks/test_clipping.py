@@ -280,12 +280,15 @@ def test_no_sync_where_none_is_promised(monkeypatch) -> None:
             assert at_start <= 1
             skipping = reads_of_a_run(lt.GradientNormClipping(), lt.LossScaleMonitor(), fused=fused, plugins=plugins)
             assert skipping - ignoring == (0 if fused else 8)
-            following = reads_of_a_run(
-                lt.GradientNormClipping(),
-                lt.LossScaleMonitor(),
+            for follower in (
                 lt.WarmupCosineScheduler(0, total_steps=8),
-                fused=fused,
-                plugins=plugins,
-            )
-            # A fused optimizer's verdict is on the device: one read a step, before the next one.
-            assert following - skipping == (7 if fused else 0)
+                lt.LearningRateWarmup(3),
+                lt.HyperparameterScheduler("optimizer.weight_decay", lambda k: 0.0),
+                lt.ExponentialMovingAverage(),
+                lt.StochasticWeightAverage(2),
+            ):
+                following = reads_of_a_run(
+                    lt.GradientNormClipping(), lt.LossScaleMonitor(), follower, fused=fused, plugins=plugins
+                )
+                # A fused optimizer's verdict is on the device: one read a step, before the next one or at the end.
+                assert following - skipping == (8 if fused else 0), follower

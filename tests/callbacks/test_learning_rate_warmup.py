@@ -75,7 +75,7 @@ def factor(k: int, warmup: int, start: float | None = None) -> float:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("start", [None, 0.0, 0.3])
+@pytest.mark.parametrize("start", [None, 0.3])
 def test_the_rate_is_the_schedulers_own_times_the_factor(name: str, start: float | None) -> None:
     own, shown = Rates(), Rates()
     fit(Scheduled(name), own, max_epochs=3)
