@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import inspect
 import sys
 from pathlib import Path
 from pickle import UnpicklingError
@@ -68,7 +69,20 @@ def schedule_from(name: str, settings: list[str]) -> Schedule:
             arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             arguments[key] = value
-    return public_schedules()[name](**arguments)
+    schedule = public_schedules()[name]
+    strangers = set(arguments) - set(inspect.signature(schedule).parameters)
+    if strangers:
+        known = ", ".join(inspect.signature(schedule).parameters)
+        raise ValueError(f"expected arguments of {name}, which are {known}; got {', '.join(sorted(strangers))}")
+    return schedule(**arguments)
+
+
+def whole_number(text: str) -> int:
+    """Read a number of steps, also one like 1e4."""
+    number = float(text)
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"expected a whole number of steps, got {text}")
+    return int(number)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         "schedule", choices=sorted(public_schedules()), metavar="SCHEDULE", help="the callback's name"
     )
     plotting.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="its arguments, such as warmup=100")
-    plotting.add_argument("--steps", type=int, help="length of the run, in applied steps")
+    plotting.add_argument("--steps", type=whole_number, help="length of the run, in applied steps")
     plotting.add_argument("--lr", type=float, default=1.0, help="the learning rate at the top (default: 1.0)")
     plotting.add_argument("--png", type=Path, metavar="FILE", help="write a PNG file, with the `plot` extra")
     consolidating = commands.add_parser("consolidate", help="a distributed checkpoint as one ordinary file")

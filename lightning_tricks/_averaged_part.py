@@ -95,12 +95,12 @@ class AveragedPart:
             self.held = None
 
     @property
-    def is_shown(self) -> bool:
-        """Whether the parameters are what `show` made them: not written to, nor pointing elsewhere."""
-        if self.average is None or self.held is None:
-            return True
+    def is_untouched(self) -> bool:
+        """Whether nobody wrote to the weights since `versions` were noted; of a shown average, nor moved them."""
         if self.versions != [one._version for one in self.live]:  # they may share memory with the average
             return False
+        if self.average is None or self.held is None:
+            return True
         pairs = zip(self.live, self.average.local, strict=True)
         return all(torch.equal(local_tensor(one.detach()), own.to(local_tensor(one))) for one, own in pairs)
 
@@ -145,3 +145,7 @@ class AveragedPart:
         self.updates, self.begun_at, self.applied = state["updates"], state["begun_at"], state["applied"]
         if not state["started"]:
             self.average = None
+        if self.average is not None:
+            for name, one, own in zip(self.names, self.live, self.average.local, strict=True):
+                if name not in state["names"]:  # it joined since, and until then it stood still
+                    own.copy_(local_tensor(one.detach()))

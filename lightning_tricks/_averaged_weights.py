@@ -170,8 +170,7 @@ class AveragedWeights(Trick):
         self.catch_up(trainer)
         self._show(pl_module)
         self._final = any(part.held is not None for part in self._parts.values())
-        for part in self._parts.values():
-            part.versions = [one._version for one in part.live]
+        self._note_versions()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -182,6 +181,7 @@ class AveragedWeights(Trick):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # What checkpoints show stays patched: one may be written because of the exception.
         self._put_back(pl_module)
+        self._note_versions()
         self._running = False
 
     def _show(self, module: pl.LightningModule) -> None:
@@ -202,13 +202,15 @@ class AveragedWeights(Trick):
 
     def _put_raw_weights_back(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
         """Go on where an earlier fit of the same Trainer ended, unless somebody changed the weights since."""
-        if not self._final:
-            return True
-        untouched = trainer.strategy.reduce_boolean_decision(all(part.is_shown for part in self._parts.values()))
+        untouched = trainer.strategy.reduce_boolean_decision(all(part.is_untouched for part in self._parts.values()))
         self._final = False
         if untouched:
             self._put_back(module)
         return untouched
+
+    def _note_versions(self) -> None:
+        for part in self._parts.values():
+            part.versions = [one._version for one in part.live]
 
     def _remove_patch(self) -> None:
         while self._undo:

@@ -3,7 +3,7 @@
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -28,6 +28,8 @@ class SplitsGroups(Trick):
     """Splits the groups of what `configure_optimizers` returned, before any strategy sees it."""
 
     touches = Touches.MODULE
+    mark: ClassVar[str | None] = None
+    """A setting that it leaves in every group."""
 
     @override
     def reset(self) -> None:
@@ -88,7 +90,7 @@ class SplitsGroups(Trick):
             if index >= len(states) or "param_groups" not in states[index]:
                 continue
             splits = [one._splits[index] for one in tricks]
-            further = split_further(splits, states[index], [one.change for one in tricks])
+            further = split_further(splits, states[index], [one.change for one in tricks], [one.mark for one in tricks])
             if further is None:
                 sizes = [len(group["params"]) for group in states[index]["param_groups"]]
                 names = ", ".join(one.title for one in tricks)

@@ -81,7 +81,12 @@ WRONG = [
     (lt.WarmupCosineScheduler, {"warmup": -1}, ValueError, "`warmup` to be at least 0, got -1"),
     (lt.WarmupCosineScheduler, {"warmup": 1.0}, ValueError, "`warmup` .* below 1.0, got 1.0"),
     (lt.WarmupCosineScheduler, {"warmup": NAN}, ValueError, "`warmup` .* got nan"),
-    (lt.WarmupCosineScheduler, {"warmup": "3%"}, ValueError, "`warmup`: expected a number and a unit.*got '3%'"),
+    (
+        lt.WarmupCosineScheduler,
+        {"warmup": "3%"},
+        ValueError,
+        "`warmup`: expected an int, a fraction of the run.*got '3%'",
+    ),
     (lt.WarmupCosineScheduler, {"warmup": None}, TypeError, "`warmup` to be a number, got None"),
     (lt.WarmupCosineScheduler, {"total_steps": "9 steps"}, ValueError, "`total_steps`: .*got '9 steps'"),
     (lt.WarmupLinearScheduler, {"warmup": -1}, ValueError, "`warmup` to be at least 0, got -1"),

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_tricks._lightning import MisconfigurationException, other_rate_writers
 from lightning_tricks._schedule import Schedule
+from lightning_tricks._scored_weights import show_in_state_dict
 from lightning_tricks._validation import (
     check_choice,
     check_duration,
@@ -32,6 +33,7 @@ from lightning_tricks.functional.hyperparameters import (
     module_places,
     parse_target,
 )
+from lightning_tricks.functional.patching import Removable
 from lightning_tricks.functional.schedules import resolve_duration
 
 __all__ = ["DropoutScheduler", "HyperparameterScheduler"]
@@ -62,6 +64,7 @@ class _SetsPlaces(Trick):
     @override
     def reset(self) -> None:
         self._followed: dict[int, tuple[Follower, list[Place]]] = {}
+        self._undo: list[Removable] = []
 
     @override
     def writes(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[Hashable, str]:
@@ -75,6 +78,8 @@ class _SetsPlaces(Trick):
             follower = Follower(step_ledger(trainer)[index], functools.partial(self._set, index))
             self._followed[index] = follower, places
             follower.act()
+        if any(place.is_tensor for _, places in self._followed.values() for place in places):
+            self._undo.append(show_in_state_dict(trainer, module, functools.partial(_own_buffers, self)))
 
     def _set(self, index: int, step: int) -> None:
         for place in self._followed[index][1]:
@@ -103,6 +108,8 @@ class _SetsPlaces(Trick):
             for place in places:
                 place.restore()
         self._followed.clear()
+        while self._undo:
+            self._undo.pop().remove()
 
     @override
     def on_save_checkpoint(
@@ -112,8 +119,6 @@ class _SetsPlaces(Trick):
         for index, (_, places) in self._followed.items():
             groups = checkpoint["optimizer_states"][index].get("param_groups", ())  # only rank 0 may have them
             for place in places:
-                if place.label in checkpoint["state_dict"]:  # a buffer
-                    place.put_own_as(checkpoint["state_dict"], place.label)
                 for own, saved in zip(trainer.optimizers[index].param_groups, groups, strict=False):
                     if place.owner is own:
                         place.put_own(saved)
@@ -132,6 +137,12 @@ class _SetsPlaces(Trick):
         places = [place for _, one in self._followed.values() for place in one]
         shown = ", ".join(f"{place.label} (own {place.own:g}, now {place.get():g})" for place in places[:3])
         return Summary(f"{len(places)} numbers: {shown}{', ...' if len(places) > 3 else ''}")
+
+
+def _own_buffers(trick: _SetsPlaces) -> dict[str, Tensor]:
+    """What a checkpoint shows in the place of buffers that are set: their own values."""
+    places = [place for _, found in trick._followed.values() for place in found if place.is_tensor]
+    return {place.label: place.own_tensor() for place in places}
 
 
 class HyperparameterScheduler(_SetsPlaces):

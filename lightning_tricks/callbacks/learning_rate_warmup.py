@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tricks._lightning import (
@@ -108,6 +107,7 @@ class LearningRateWarmup(Trick):
         self._warmed: dict[int, _Warmed] = {}
         self._undo: list[Removable] = []
         self._saved: dict[int, dict[str, Any]] = {}
+        self._running = False
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,7 +132,7 @@ class LearningRateWarmup(Trick):
                 warmed.schedulers, self._saved.get(index, {}).get("applied", ()), strict=False
             ):
                 scheduler.applied = applied
-        self._saved = {}
+        self._saved, self._running = {}, True
 
     def _warmup_steps(self, index: int, trainer: pl.Trainer, module: pl.LightningModule) -> int:
         total = self.total_steps
@@ -150,14 +150,6 @@ class LearningRateWarmup(Trick):
                 "shorten the warmup, give a fraction of the run, or train longer"
             )
         return steps
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        for warmed in self._warmed.values():
-            if warmed.rates is not None and warmed.rates.optimizer is optimizer:
-                warmed.rates.multiply_(warmed.factor)  # what somebody else wrote since the last step
 
     @override
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
@@ -178,6 +170,7 @@ class LearningRateWarmup(Trick):
         self._detach()
 
     def _detach(self) -> None:
+        self._running = False
         while self._undo:
             self._undo.pop().remove()
 
@@ -197,11 +190,11 @@ class LearningRateWarmup(Trick):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict["optimizers"])
-        for index, warmed in self._warmed.items():  # a rollback: the rates of then are back in the groups
-            if warmed.rates is not None and index in self._saved:
-                warmed.rates.load(self._saved[index]["own"])
-                warmed.follower.act()
+        if not self._running:
+            self._saved = dict(state_dict["optimizers"])
+            return
+        for index, state in state_dict["optimizers"].items():  # a rollback: the rates of then are back in the groups
+            self._warmed[index].go_back(state)
 
     @override
     def on_save_checkpoint(
@@ -275,6 +268,8 @@ class _Warmed:
         for one in self.schedulers:
             self._step(one)
         self.follower.catch_up()
+        if self.rates is not None:  # what somebody else wrote since the last step, before a guard lowers it for one
+            self.rates.multiply_(self.factor)
 
     def _step(self, one: _Held) -> None:
         while one.waiting:
@@ -292,6 +287,13 @@ class _Warmed:
         moved = ledger.applied != one.applied
         one.applied = ledger.applied
         return not moved and ledger.last not in ("applied", None)
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        assert self.rates is not None
+        self.rates.load(state["own"])
+        for one, applied in zip(self.schedulers, state["applied"], strict=True):
+            one.applied, one.waiting = applied, []
+        self.follower.act()
 
     def state_dict(self) -> dict[str, Any]:
         own = [] if self.rates is None else self.rates.own

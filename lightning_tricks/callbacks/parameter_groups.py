@@ -78,6 +78,7 @@ class WeightDecayGroups(SplitsGroups):
         self._spared: set[int] = set()
         self._kinds: dict[int, str] = {}
         self._decays = False  # whether any group of the module's own does
+        self._left_alone: set[int] = set()  # parameters of groups that do not, beside others that do
         self._rows: list[str] = []
 
     @override
@@ -98,13 +99,14 @@ class WeightDecayGroups(SplitsGroups):
                 )
         decays = [group["weight_decay"] for optimizer in optimizers for group in optimizer.param_groups]
         self._decays = any(decays)
+        undecayed = [g for optimizer in optimizers for g in optimizer.param_groups if not g["weight_decay"]]
+        self._left_alone = {id(one) for group in undecayed for one in group["params"]} if self._decays else set()
 
     @override
     def key_of(self, parameter: Tensor, group: dict[str, Any]) -> str:
         if not self._decays and self.weight_decay is None:
             return _DECAYED  # there is nothing to take off
-        own = self._decays and not group["weight_decay"]
-        return _SPARED if own or id(parameter) in self._spared else _DECAYED
+        return _SPARED if id(parameter) in self._spared or id(parameter) in self._left_alone else _DECAYED
 
     @override
     def change(self, group: dict[str, Any], key: str) -> None:
@@ -173,6 +175,7 @@ class LayerwiseLearningRateDecay(SplitsGroups):
     """
 
     job = "scale the learning rate by depth"
+    mark = "lr_scale"
     rank = 1  # whatever the order in the list: a checkpoint depends on the order of the groups
     buys = "fine-tuning that moves general features less than the head"
     costs = "a parameter group for each depth"

@@ -141,14 +141,14 @@ class Place:
         else:
             settings[self.name] = torch.full_like(value, self.own) if isinstance(value, Tensor) else self.own
 
-    def put_own_as(self, state: dict[str, Any], key: str) -> None:
-        """Put the own value of a tensor into a state dict.
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the number is a tensor by itself, such as a buffer."""
+        return self.index is None and isinstance(self._holder(), Tensor)
 
-        Args:
-            state: the state dict.
-            key: of the tensor in it.
-        """
-        state[key] = torch.full_like(state[key], self.own)
+    def own_tensor(self) -> Tensor:
+        """Return the own value as a tensor like the one that holds the number."""
+        return torch.full_like(self._holder(), self.own)
 
     def restore(self) -> None:
         """Put back what was there at first."""

@@ -287,7 +287,10 @@ def split_groups_(
 
 
 def split_further(
-    splits: Sequence[GroupSplit], state: dict[str, Any], changes: Sequence[Callable[[dict[str, Any], Any], None]]
+    splits: Sequence[GroupSplit],
+    state: dict[str, Any],
+    changes: Sequence[Callable[[dict[str, Any], Any], None]],
+    marks: Sequence[str | None],
 ) -> GroupSplit | None:
     """Return the split that turns groups which some of several splits made, or none, into those that all of them make.
 
@@ -295,6 +298,7 @@ def split_further(
         splits: of one optimizer, in the order in which they were made.
         state: the optimizer's state dict, of whichever groups.
         changes: what each split changed in the settings of a group, by its key there.
+        marks: the setting that each split leaves in groups, which tells it from others of the same sizes, or None.
 
     Returns:
         The split from the state's groups to those of all splits; None if the state is of no subset of them.
@@ -304,7 +308,7 @@ def split_further(
         >>> older = optimizer.state_dict()
         >>> change = lambda group, ndim: group.update(lr=ndim)
         >>> split = split_groups_(optimizer, lambda parameter, group: parameter.ndim, change)
-        >>> further = split_further([split], older, [change])
+        >>> further = split_further([split], older, [change], [None])
         >>> [(group["params"], group["lr"]) for group in further.adapt_state(older)["param_groups"]]
         [([1], 1), ([0], 2)]
     """
@@ -317,7 +321,10 @@ def split_further(
         groups = undivided
         for one, is_made in zip(keys, made, strict=True):
             groups = _divided(groups, one) if is_made else groups
-        if [len(group) for group in groups] != sizes:
+        marked = [
+            is_made == any(mark in group for group in saved) for mark, is_made in zip(marks, made, strict=True) if mark
+        ]
+        if [len(group) for group in groups] != sizes or not all(marked):
             continue
         missing = [place for place, is_made in enumerate(made) if not is_made]
 
@@ -326,9 +333,10 @@ def split_further(
                 changes[place](group, key[place])
 
         parts = []
+        empty = iter([index for index, one in enumerate(groups) if not one])
         for group in final:
             if not group:
-                parts.append(_Part(next(index for index, one in enumerate(groups) if not one), [], None, 1.0))
+                parts.append(_Part(next(empty), [], None, 1.0))
                 continue
             source = next(index for index, one in enumerate(groups) if group[0] in one)
             key = [one[group[0]] for one in keys]

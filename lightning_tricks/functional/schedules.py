@@ -98,7 +98,10 @@ def duration_unit(duration: float | str) -> str | None:
         return "steps" if isinstance(duration, int) else None
     match = _AMOUNT.fullmatch(duration.strip())
     if match is None:
-        raise ValueError(f'expected a number and a unit, as "2e9 tokens" or "50000 samples", got {duration!r}')
+        raise ValueError(
+            f'expected an int, a fraction of the run, or a number and a unit as "2e9 tokens" or "50000 samples", got '
+            f"{duration!r}"
+        )
     return match["unit"]
 
 

@@ -195,8 +195,10 @@ def test_a_buffer_keeps_its_own_value_over_a_resume(tmp_path) -> None:
     class Save(pl.Callback):
         def on_train_epoch_end(self, trainer, pl_module) -> None:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
+            trainer.save_checkpoint(tmp_path / "alone.ckpt", weights_only=True)
 
     run = fit(Tempered(), trick(), Save(), max_epochs=1)
+    assert torch.load(tmp_path / "alone.ckpt", weights_only=True)["state_dict"]["temperature"] == 1.0
     other.fit(Tempered(), loader(), ckpt_path=tmp_path / "a.ckpt")
     assert run.global_step == 7
     assert probe.seen == pytest.approx([1 - k / 20 for k in range(7, 14)])

@@ -270,3 +270,23 @@ def test_a_fraction_stays_the_number_of_steps_that_it_was(tmp_path) -> None:
     run = trainer(lt.LearningRateWarmup(0.5), rates, max_epochs=20)
     run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
     assert rates.seen[0] == [0.01] * 126
+
+
+def test_a_guard_that_lowers_the_rate_for_a_step_leaves_the_warmup_alone() -> None:
+    found, within = [], []
+
+    class Watch(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            within.append(float(optimizer.param_groups[0]["lr"]))
+
+        def on_train_batch_end(self, trainer, *args) -> None:
+            found.append((lt.step_ledger(trainer)[0].applied, float(trainer.optimizers[0].param_groups[0]["lr"])))
+
+    options = {"snapshot_every_steps": 3, "warmup_steps": 2, "window_steps": 4, "z_threshold": 1e9}
+    guard = lt.LossSpikeGuard("rollback", lr_factor=0.5, **options)
+    run = fit(Net(nan_at=(5,)), guard, lt.LearningRateWarmup(12), Watch(), max_epochs=2)
+    assert lt.step_ledger(run)[0].rolled_back == 2
+    assert [rate for _, rate in found] == pytest.approx([0.01 * factor(k, 12) for k, _ in found])
+    shown = [0.01 * factor(0, 12), *(rate for _, rate in found)]
+    assert all(any(rate == pytest.approx(share * one) for one in shown for share in (0.5, 1.0)) for rate in within)
+    assert any(all(rate != pytest.approx(one) for one in shown) for rate in within)

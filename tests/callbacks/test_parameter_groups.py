@@ -199,6 +199,51 @@ def test_other_arguments_of_a_resumed_run_hold(tmp_path) -> None:
             assert pair == pytest.approx(expected[name], rel=1e-12)
 
 
+def test_a_decay_of_zero_does_not_stick(tmp_path) -> None:
+    fit(Net(), lt.WeightDecayGroups(0.0)).save_checkpoint(tmp_path / "a.ckpt")
+    settings = Settings()
+    run = trainer(lt.WeightDecayGroups(0.1), settings, max_epochs=2)
+    run.fit(Net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert {
+        name: decay for name, (_, decay) in settings.seen[0].items() if "weight" in name and "norm" not in name
+    } == {
+        **{f"net.{i}.linear.weight": 0.1 for i in range(3)},
+        "net.3.weight": 0.1,
+    }
+
+
+class Norms(Net):
+    """Two blocks of one shape and kind: splits by depth and by decay are of the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.LayerNorm(8), nn.Tanh())  # noqa: E731
+        self.net = nn.Sequential(block(), block())
+
+    def loss(self, batch):
+        return (self.net(batch[0]).sum(1, keepdim=True) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("before", ["rates", "decay"])
+def test_splits_of_the_same_sizes_are_told_apart(before: str, tmp_path) -> None:
+    tricks = {
+        "rates": lambda: lt.LayerwiseLearningRateDecay(0.5),
+        "decay": lambda: lt.WeightDecayGroups(0.1, exclude="bias"),
+    }
+    first, moments = Norms(), {}
+    run = fit(first, tricks[before]())
+    states = {id(one): state for one, state in run.optimizers[0].state.items()}
+    moments.update({name: states[id(one)]["exp_avg"].clone() for name, one in first.named_parameters()})
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    module, found = Norms(), {}
+    resumed = trainer(*(build() for build in tricks.values()), max_epochs=2)
+    module.on_train_start = lambda: found.update(
+        {name: resumed.optimizers[0].state[one]["exp_avg"].clone() for name, one in module.named_parameters()}
+    )
+    resumed.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert_same(found, moments)
+
+
 class WithScheduler(Net):
     def __init__(self, build) -> None:
         super().__init__()

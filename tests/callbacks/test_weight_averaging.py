@@ -654,8 +654,13 @@ def test_swa_with_batchnorm_goes_on_exactly_after_its_end(tmp_path) -> None:
     run = fit(parts, lt.StochasticWeightAverage(3), max_epochs=1)
     run.save_checkpoint(tmp_path / "a.ckpt")
     run.fit_loop.max_epochs = 2
+    begun = []
+    parts.on_train_start = lambda: begun.append(weights(parts))
     run.fit(parts, loader())
     assert_same(weights(parts), weights(whole))
+    plain = seeded(build)
+    fit(plain, max_epochs=1)
+    assert_same(begun[0], weights(plain))
     trainer(lt.StochasticWeightAverage(3), max_epochs=2).fit(resumed, loader(), ckpt_path=tmp_path / "a.ckpt")
     assert_same(weights(resumed), weights(whole))
 
@@ -666,6 +671,45 @@ def test_an_unpickled_average_says_what_it_cannot_copy() -> None:
     again = pickle.loads(pickle.dumps(average))
     with pytest.warns(UserWarning, match=r"was unpickled.*such as buffers, stays as Net has it"):
         again.copy_to(Net(batchnorm=True))
+
+
+def test_after_an_exception_weights_that_somebody_replaced_begin_anew() -> None:
+    module = seeded(lambda: Net(optimizer="sgd", fail_at=4))
+    run = trainer(lt.ExponentialMovingAverage(0.99, decay_warmup=False))
+    with pytest.raises(RuntimeError, match="boom"):
+        run.fit(module, loader())
+    module.fail_at = None
+    fresh = seeded(Net, 5)
+    module.load_state_dict(fresh.state_dict())
+    raw = Raw()
+    run.callbacks.append(raw)
+    run.fit(module, loader())
+    assert_same(raw.seen[0], parameters(fresh))
+    (average,) = (one for one in run.callbacks if isinstance(one, lt.ExponentialMovingAverage))
+    for name, one in average.averages().items():  # seven steps or less from where it began
+        assert (one - parameters(fresh)[name]).abs().max() < 0.05, name
+
+
+def test_a_rollback_takes_back_the_average_of_what_was_unfrozen_since() -> None:
+    class Unfreeze(pl.Callback):
+        def on_fit_start(self, trainer, pl_module) -> None:
+            pl_module.net[0].requires_grad_(False)
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            pl_module.net[0].requires_grad_(trainer.current_epoch > 0 or batch_idx >= 4)
+
+    seen = []
+    average = lt.ExponentialMovingAverage(0.9, decay_warmup=False)
+
+    class Watch(pl.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            if lt.step_ledger(trainer)[0].rolled_back and not seen:
+                seen.append((pl_module.net[0].linear.weight.detach().clone(), average.averages()))
+
+    guard = lt.LossSpikeGuard("rollback", snapshot_every_steps=3, warmup_steps=2, window_steps=4, z_threshold=1e9)
+    fit(seeded(lambda: Net(nan_at=(5,), optimizer="sgd")), guard, average, Unfreeze(), Watch())
+    live, averages = seen[0]
+    assert torch.equal(averages["net.0.linear.weight"], live)
 
 
 # Under strategies
