@@ -704,7 +704,8 @@ def test_a_rollback_takes_back_the_average_of_what_was_unfrozen_since() -> None:
     class Watch(pl.Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
             if lt.step_ledger(trainer)[0].rolled_back and not seen:
-                seen.append((pl_module.net[0].linear.weight.detach().clone(), average.averages()))
+                held = {name: one.clone() for name, one in average.averages().items()}
+                seen.append((pl_module.net[0].linear.weight.detach().clone(), held))
 
     guard = lt.LossSpikeGuard("rollback", snapshot_every_steps=3, warmup_steps=2, window_steps=4, z_threshold=1e9)
     fit(seeded(lambda: Net(nan_at=(5,), optimizer="sgd")), guard, average, Unfreeze(), Watch())
