@@ -86,6 +86,14 @@ def test_command_line_prints_the_table(capsys) -> None:
     assert "fsdp2_offload" in printed
 
 
+def test_command_lines_run(capsys) -> None:
+    lines = re.findall(r"^python -m lightning_tricks .*$", README, flags=re.MULTILINE)
+    assert [line.split()[3] for line in lines] == ["plot-schedule", "guide"]
+    for line in lines:
+        main(line.split()[3:])
+    assert "WarmupStableDecayScheduler: learning rate over 10000 steps, 500 of warmup" in capsys.readouterr().out
+
+
 def test_guide_to_precision(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     main(["guide", "precision"])

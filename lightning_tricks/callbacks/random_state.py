@@ -44,7 +44,7 @@ class ExactResume(Trick):
 
     touches = Touches.RANDOM_STATE
     job = "save random states"
-    buys = "a resumed run that equals the uninterrupted one"
+    buys = "a resumed run that equals the uninterrupted one, with a loader that keeps its position"
     costs = "10 kB a rank in the checkpoint"
 
     _key = "lightning_tricks.ExactResume"
