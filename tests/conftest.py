@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from tests.pool import ProcessPool
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so in the processes that tests start
 
 
 @pytest.fixture(scope="session")
