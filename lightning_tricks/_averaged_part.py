@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_tricks.composition.following import Follower
 from lightning_tricks.functional.shards import local_tensor
-from lightning_tricks.functional.weight_averaging import WeightAverage, put_back_, show_
+from lightning_tricks.functional.weight_averaging import WeightAverage, put_back_
 
 __all__ = ["AveragedPart"]
 
@@ -79,7 +79,7 @@ class AveragedPart:
         """Let the weights be the average, if it has begun."""
         if self.average is not None and self.held is None:
             self.find_buffers()
-            self.held = show_(self.live, self.average.local)
+            self.held = self.average.show_(self.live)
 
     def find_buffers(self) -> None:
         """Look buffers up anew: a module may put another tensor in a buffer's place."""

@@ -148,6 +148,22 @@ class WeightAverage:
             torch._foreach_lerp_(own, staged, share)
 
     @torch.no_grad()
+    def show_(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Let the tensors be the average; as the function `show_`, and faster where nothing needs a cast or a copy.
+
+        Args:
+            tensors: in the order of `names`.
+
+        Returns:
+            What they held, for `put_back_`.
+        """
+        if self._sharded or self._staged:
+            return show_(tensors, self.local)
+        held = [one.data for one in tensors]
+        put_back_(tensors, self.local)
+        return held
+
+    @torch.no_grad()
     def distance(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the Euclidean distance between the average and the tensors, over all shards; a scalar. A collective.
 
@@ -221,8 +237,9 @@ def put_back_(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
     Example:
         >>> put_back_([], [])
     """
+    sharded = any(issubclass(kind, DTensor) for kind in set(map(type, parameters)))  # a look at each takes longer
     for parameter, before in zip(parameters, held, strict=True):
-        if isinstance(parameter, DTensor):
+        if sharded and isinstance(parameter, DTensor):
             parameter.to_local().copy_(before)
         else:
             parameter.data = before

@@ -104,6 +104,10 @@ def test_shown_and_put_back(dtype: torch.dtype) -> None:
         assert parameter.dtype == dtype
         assert torch.equal(parameter, one.to(dtype))
     put_back_(parameters, held)
+    own = WeightAverage({str(i): torch.nn.Parameter(one + 1) for i, one in enumerate(before)})
+    held = own.show_(parameters)
+    assert all(torch.equal(one, was + 1) for one, was in zip(parameters, before, strict=True))
+    put_back_(parameters, held)
     assert all(torch.equal(one, was) for one, was in zip(parameters, before, strict=True))
     assert [one.data_ptr() for one in parameters] == memory
 
