@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_tricks._averaged_part import AveragedPart
 from lightning_tricks._lightning import callbacks_that_copy_the_module, is_fitting
 from lightning_tricks._scored_weights import show_in_state_dict
+from lightning_tricks._validation import check_bool
 from lightning_tricks.composition import OptimizerStep, Summary, Touches, Trick, step_ledger
 from lightning_tricks.composition.following import Follower
 from lightning_tricks.composition.trick import key_of
@@ -22,7 +23,7 @@ from lightning_tricks.distributed.full_state import copy_from_whole_, gather_sta
 from lightning_tricks.distributed.sharding import reshard_
 from lightning_tricks.functional.patching import Removable
 
-__all__ = ["AveragedWeights"]
+__all__ = ["AveragedWeights", "with_aliases"]
 
 
 class AveragedWeights(Trick):
@@ -41,11 +42,9 @@ class AveragedWeights(Trick):
     """Whether validation in fit sees the average, and so the checkpoints."""
 
     def __init__(self, *, average_buffers: bool, device: str | torch.device | None) -> None:
-        if not isinstance(average_buffers, bool):
-            raise TypeError(f"expected `average_buffers` to be True or False, got {average_buffers!r}")
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(f"expected `device` to be a device, its name or None, got {device!r}")
-        self.average_buffers = average_buffers
+        self.average_buffers = check_bool("average_buffers", average_buffers)
         try:
             self.device = None if device is None else torch.device(device)
         except RuntimeError as error:
@@ -254,6 +253,7 @@ class AveragedWeights(Trick):
             module: of the parameters' names and shapes: the trained module, or another of its kind.
 
         Raises:
+            TypeError: `module` is none.
             RuntimeError: the average has not begun.
             ValueError: the module lacks parameters that are averaged.
         """
@@ -275,7 +275,7 @@ class AveragedWeights(Trick):
                 f"lacks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
             )
         # What is not averaged is that of the trained module: frozen parameters, and buffers.
-        rest = {} if trained is None else {**trained.state_dict(), **_with_aliases(trained, averages)}
+        rest = {} if trained is None else {**trained.state_dict(), **with_aliases(trained, averages)}
         state = {name: whole(one.detach()) for name, one in {**rest, **averages}.items() if isinstance(one, Tensor)}
         load_full_state_(module, {name: one for name, one in state.items() if name in own}, strict=False)
 
@@ -356,11 +356,16 @@ def _scored(average: AveragedWeights, module: pl.LightningModule) -> dict[str, T
     for part in average._parts.values():
         part.follower.catch_up()  # Lightning asks for the weights before it asks the callbacks for their state
     shown = {name: tensor for part in average._parts.values() for name, tensor in part.shown().items()}
-    return _with_aliases(module, shown)
+    return with_aliases(module, shown)
 
 
-def _with_aliases(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under all names that the module's state dict has for them: one a place where a weight is shared."""
+def with_aliases(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under all names that a module's state dict has for them: one a place where a weight is shared.
+
+    Args:
+        module: the module.
+        tensors: of its parameters and buffers, by their first names.
+    """
     first = {id(one): name for name, one in module.named_parameters()}
     names = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
     return {**tensors, **{name: tensors[one] for name, one in names.items() if one in tensors}}

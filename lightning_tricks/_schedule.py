@@ -30,6 +30,7 @@ from lightning_tricks._validation import (
     refuse_missing_optimizers,
 )
 from lightning_tricks.composition import OptimizerLedger, OptimizerStep, Summary, Touches, Trick, step_ledger
+from lightning_tricks.composition.following import Follower
 from lightning_tricks.composition.horizon import optimizer_steps_of_run
 from lightning_tricks.functional.schedules import duration_unit, even_start_factor, resolve_duration
 
@@ -231,8 +232,7 @@ class Schedule(Trick):
     @override
     def catch_up(self, trainer: pl.Trainer) -> None:
         for scheduler in self._schedulers.values():
-            if scheduler.behind:
-                scheduler.set_rates()
+            scheduler.follower.catch_up()
 
     def lr_at(self, step: float, base_lr: float, *, warmup_steps: int, total_steps: int) -> float:
         """Return the learning rate for the step after `step` applied ones.
@@ -310,7 +310,7 @@ class Schedule(Trick):
     def summary(self, trainer: pl.Trainer) -> Summary:
         curves = [
             f"optimizer {index}: {one.warmup_steps} {self.unit} of warmup, {one.total_steps} in all, "
-            f"{one.ledger.applied} applied, {len(one.optimizer.param_groups)} group(s)"
+            f"{one.follower.ledger.applied} applied, {len(one.optimizer.param_groups)} group(s)"
             for index, one in self._schedulers.items()
         ]
         return Summary("\n".join(curves))
@@ -329,7 +329,7 @@ class Schedule(Trick):
         states = resolved or self._saved  # before training starts no length is known
         seen = {}
         if self.unit != "steps":
-            ledger = next((one.ledger for one in self._schedulers.values()), OptimizerLedger())
+            ledger = next((one.follower.ledger for one in self._schedulers.values()), OptimizerLedger())
             seen = {"seen": self.position(ledger)}
         return {"warmups": states, **seen} if states else {}
 
@@ -361,24 +361,22 @@ class _FollowsLedger(LRScheduler):
     def __init__(self, curve: Schedule, optimizer: Optimizer) -> None:
         self.curve = curve
         self.optimizer = optimizer
-        self.ledger = OptimizerLedger()  # the run's own from `begin` on, as are the two lengths
+        self.follower = Follower(OptimizerLedger(), self.set_rates)  # the run's from `begin` on, as are the two lengths
         self.warmup_steps = 0
         self.total_steps = 0
         self.last_epoch = 0
-        self.behind = False
 
     def begin(self, ledger: OptimizerLedger) -> None:
         """Take each group's own rate as the top of its curve, and set the rate for the first step."""
-        self.ledger = ledger
+        self.follower = Follower(ledger, self.set_rates)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))
-        self.set_rates()
+        self.follower.act()
 
-    def set_rates(self) -> None:
-        """Set the rate for the next step. Synchronises where only the device knows the last step's verdict."""
-        self.behind = False
-        self.last_epoch = self.ledger.applied
-        position = self.curve.position(self.ledger)
+    def set_rates(self, applied: int) -> None:
+        """Set the rate for the step after `applied` ones."""
+        self.last_epoch = applied
+        position = self.curve.position(self.follower.ledger)
         for group in self.optimizer.param_groups:
             base = group.setdefault("initial_lr", float(group["lr"]))  # a group may be added while training
             lr = self._lr(position, base)
@@ -390,9 +388,7 @@ class _FollowsLedger(LRScheduler):
     @override
     def step(self, epoch: int | None = None) -> None:
         """Set the rate for the next step if that costs no synchronisation now; else it is set before the next batch."""
-        self.behind = not self.ledger.known_on_host
-        if not self.behind:
-            self.set_rates()
+        self.follower.step()
 
     @override
     def get_last_lr(self) -> list[float | Tensor]:

@@ -8,6 +8,7 @@ from lightning_tricks.functional.schedules import duration_unit
 
 __all__ = [
     "check_amount",
+    "check_bool",
     "check_choice",
     "check_duration",
     "check_indices",
@@ -120,6 +121,23 @@ def check_amount(name: str, value: object) -> int | float | str:
         duration_unit(value)
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from None
+    return value
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return `value` if it is True or False, else raise TypeError.
+
+    Args:
+        name: the argument's name, for the message.
+        value: what the user passed.
+
+    Example:
+        >>> check_bool("carry_over", 1)
+        Traceback (most recent call last):
+        TypeError: expected `carry_over` to be True or False, got 1
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"expected `{name}` to be True or False, got {value!r}")
     return value
 
 

@@ -28,6 +28,7 @@ from lightning_tricks._lightning import (
     unprocessed_batches,
 )
 from lightning_tricks._open_window import mean_of_ranks, restore_window_, save_window
+from lightning_tricks._validation import check_bool
 from lightning_tricks.composition import (
     OptimizerStep,
     Summary,
@@ -112,9 +113,7 @@ class GradientAccumulation(Trick):
         self.schedule = AccumulationSchedule.parse(steps)
         self.weigh_by = weigh_by
         self._weigh = resolve_weigher(weigh_by)
-        if not isinstance(carry_over, bool):
-            raise TypeError(f"expected `carry_over` to be True or False, got {carry_over!r}")
-        self.carry_over = carry_over
+        self.carry_over = check_bool("carry_over", carry_over)
         self._undo: list[Removable] = []
         self._discarding: list[Any] = []
         self.reset()

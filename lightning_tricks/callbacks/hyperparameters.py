@@ -125,6 +125,7 @@ class _SetsPlaces(Trick):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        # Not empty, since an empty state is not loaded: a rollback tells of itself by loading one.
         return {"applied": {index: follower.ledger.applied for index, (follower, _) in self._followed.items()}}
 
     @override

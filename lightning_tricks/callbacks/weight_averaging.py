@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tricks._averaged_weights import AveragedWeights
+from lightning_tricks._averaged_weights import AveragedWeights, with_aliases
 from lightning_tricks._lightning import MisconfigurationException, is_fast_dev_run
 from lightning_tricks._recomputed_statistics import recompute_batchnorm_
-from lightning_tricks._validation import check_duration, check_int, check_number
+from lightning_tricks._validation import check_bool, check_duration, check_int, check_number
 from lightning_tricks.composition.horizon import steps_if_needed
 from lightning_tricks.composition.trick import key_of
 from lightning_tricks.distributed.sharded_checkpoint import is_sharded_checkpoint, read_full_checkpoint
@@ -52,7 +52,8 @@ class ExponentialMovingAverage(AveragedWeights):
 
     Cost:
         4 bytes a parameter; one read of the weights and one of the average a step. Validation costs no copy but under
-        sharding and for 16-bit weights. Where only the device knows a step's verdict, one scalar read a step.
+        sharding and for 16-bit weights. Where only the device knows a step's verdict, one scalar read a step. After fit
+        the weights of training are kept beside, for checkpoints and a further fit.
 
     Reference:
         Polyak, Juditsky (1992); Tarvainen, Valpola (2017), "Mean Teachers", arXiv:1703.01780, equation 2.
@@ -87,11 +88,8 @@ class ExponentialMovingAverage(AveragedWeights):
                 raise ValueError(f"expected `half_life_steps` to be a number of steps of a run, got {half_life_steps}")
         self.half_life_steps = half_life_steps
         self.start_step = check_int("start_step", start_step, minimum=0)
-        for name, flag in (("decay_warmup", decay_warmup), ("validate_with_average", validate_with_average)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"expected `{name}` to be True or False, got {flag!r}")
-        self.decay_warmup = decay_warmup
-        self.validates = validate_with_average
+        self.decay_warmup = check_bool("decay_warmup", decay_warmup)
+        self.validates = check_bool("validate_with_average", validate_with_average)
         super().__init__(average_buffers=average_buffers, device=device)
 
     @override
@@ -163,9 +161,7 @@ class StochasticWeightAverage(AveragedWeights):
     ) -> None:
         self.start_after = check_duration("start", start)
         self.every_n_steps = check_int("every_n_steps", every_n_steps, minimum=1)
-        if not isinstance(update_batchnorm, bool):
-            raise TypeError(f"expected `update_batchnorm` to be True or False, got {update_batchnorm!r}")
-        self.update_batchnorm = update_batchnorm
+        self.update_batchnorm = check_bool("update_batchnorm", update_batchnorm)
         self.total_steps = None if total_steps is None else check_int("total_steps", total_steps, minimum=1)
         super().__init__(average_buffers=False, device=device)
 
@@ -201,13 +197,9 @@ class StochasticWeightAverage(AveragedWeights):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self._final and self.update_batchnorm:
-            layers = set(layers_with_statistics(pl_module))
-            self._raw_buffers = {
-                f"{prefix}.{name}" if prefix else name: buffer.clone()
-                for prefix, layer in pl_module.named_modules()
-                if layer in layers
-                for name, buffer in layer.named_buffers()
-            }
+            statistics = {id(one) for layer in layers_with_statistics(pl_module) for one in layer.buffers()}
+            buffers = pl_module.named_buffers()
+            self._raw_buffers = {name: one.clone() for name, one in buffers if id(one) in statistics}
             recompute_batchnorm_(trainer, pl_module)
 
     @override
@@ -254,7 +246,7 @@ def load_averaged_weights(module: nn.Module, path: str | PathLike[str], *, weigh
         raise ValueError(f'expected a checkpoint of Lightning, with "state_dict", got {path}, which has none')
     state = dict(checkpoint["state_dict"])
     if "callbacks" in checkpoint:
-        state |= _average_of(checkpoint["callbacks"], place)
+        state |= with_aliases(module, _average_of(checkpoint["callbacks"], place))
     module.load_state_dict(state)
 
 

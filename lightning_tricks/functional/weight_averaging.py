@@ -138,6 +138,9 @@ class WeightAverage:
             share: how far, from 0 for not at all to 1 for all the way.
         """
         live = [local_tensor(one) for one in tensors] if self._sharded else tensors
+        if self._direct and not self._staged:
+            torch._foreach_lerp_(self.local, list(live), share)
+            return
         if self._direct:
             own, others = [self.local[i] for i in self._direct], [live[i] for i in self._direct]
             torch._foreach_lerp_(own, others, share)

@@ -401,6 +401,23 @@ def test_shared_weights_are_averaged_once_and_saved_under_both_names(tmp_path) -
     assert_same(weights(other), weights(module))
 
 
+def test_an_average_beside_the_weights_is_read_under_both_names_of_a_shared_one(tmp_path) -> None:
+    """The state dict holds the weights of training there, under either name."""
+    average = lt.StochasticWeightAverage(2)
+    held = {}
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                held.update({name: one.clone() for name, one in average.averages().items()})
+
+    fit(seeded(Tied), average, Save())
+    other = Tied()
+    lt.load_averaged_weights(other, tmp_path / "a.ckpt")
+    assert_same(parameters(other), held)
+
+
 def test_copy_to_another_module() -> None:
     average = lt.ExponentialMovingAverage(0.5, start_step=2)
     with pytest.raises(RuntimeError, match="expected an average that has begun"):
