@@ -1,8 +1,9 @@
-"""Measure the activation bytes that a forward pass holds for its backward pass.
+"""Measure the activation bytes that a forward pass holds for its backward pass, and where they come from.
 
 Autograd saves tensors for the backward pass; `torch.autograd.graph.saved_tensors_hooks` shows each of them. Several may
 share one storage, and parameters are saved too although they take no further memory, so storages are counted once and
-those of parameters left out.
+those of parameters left out. What selective checkpointing keeps goes past those hooks, and is counted as its policy
+decides (see `note_kept`). What a checkpointed block recomputes is not held, and not counted.
 
 Cost:
     One Python call for each saved tensor while measuring.
@@ -11,42 +12,127 @@ Sharding:
     Counts what this rank holds.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["SavedActivations", "measure_saved_activations"]
+from lightning_tricks.functional.saved_tensors import SavedTensor, is_parameter, storages_of
+
+__all__ = [
+    "OUTSIDE",
+    "SavedActivations",
+    "measure_saved_activations",
+    "note_kept",
+]
+
+OUTSIDE = "(outside of blocks)"
+"""The name under which `SavedActivations.by_block` counts what no block saved."""
 
 
 @dataclass
 class SavedActivations:
     """Storages that autograd holds, counted while `measure_saved_activations` was active.
 
-    Storages are told apart by address. One that is freed while measuring, and its address given to another, is counted
-    once: the count is of what is held, never more.
+    Attributes:
+        by_block: bytes by the block that saved a storage first; what no block saved is under `OUTSIDE`.
+        peak_bytes: the most bytes that were alive at once.
     """
 
-    _bytes: dict[int, int] = field(default_factory=dict, repr=False)
+    by_block: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    _seen: set[StorageWeakRef] = field(default_factory=set, repr=False)
+    _alive: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)  # how often each is held
+    _live_bytes: int = field(default=0, repr=False)
+    _block: list[str] = field(default_factory=lambda: [OUTSIDE], repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all storages seen."""
-        return sum(self._bytes.values())
+        return sum(self.by_block.values())
+
+    def add(self, tensor: Tensor) -> dict[StorageWeakRef, int]:
+        """Count a tensor's storages for the block that runs now.
+
+        Args:
+            tensor: one that is kept.
+
+        Returns:
+            As `storages_of`.
+        """
+        storages = storages_of(tensor)
+        for key, num_bytes in storages.items():
+            if key not in self._seen:
+                self._seen.add(key)
+                self.by_block[self._block[-1]] = self.by_block.get(self._block[-1], 0) + num_bytes
+        return storages
+
+    def _hold(self, storages: dict[StorageWeakRef, int]) -> None:
+        for key, num_bytes in storages.items():
+            self._alive[key] = self._alive.get(key, 0) + 1
+            if self._alive[key] == 1:
+                self._live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _release(self, storages: dict[StorageWeakRef, int]) -> None:
+        for key, num_bytes in storages.items():
+            self._alive[key] -= 1
+            if not self._alive[key]:
+                del self._alive[key]
+                self._live_bytes -= num_bytes
+
+
+class _Held(SavedTensor):
+    """A saved tensor, as long as the graph holds it."""
+
+    __slots__ = ("saved", "storages")
+
+    def __init__(self, saved: SavedActivations, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.saved = saved
+        self.storages = saved.add(tensor)
+        saved._hold(self.storages)
+
+    def __del__(self) -> None:
+        self.saved._release(self.storages)
+
+
+_ACTIVE: list[SavedActivations] = []
+
+
+def note_kept(tensors: Iterable[Tensor]) -> None:
+    """Count tensors that are kept for the backward pass where no hook of autograd sees it.
+
+    Args:
+        tensors: those.
+
+    Example:
+        >>> with measure_saved_activations() as saved:
+        ...     note_kept([torch.ones(2)])
+        >>> saved.num_bytes
+        8
+    """
+    for saved in _ACTIVE:
+        for tensor in tensors:
+            saved.add(tensor)
 
 
 @contextmanager
-def measure_saved_activations(leave_out: Iterable[Tensor] = ()) -> Iterator[SavedActivations]:
+def measure_saved_activations(
+    leave_out: Iterable[Tensor] = (), *, blocks: dict[str, nn.Module] | None = None
+) -> Iterator[SavedActivations]:
     """Count the bytes that autograd saves inside of the block.
 
     Args:
-        leave_out: tensors whose storages do not count: parameters, buffers, the batch.
+        leave_out: tensors whose storages do not count, besides parameters: buffers, the batch.
+        blocks: modules to tell apart, by name. Of nested ones the innermost counts.
 
     Yields:
-        The count, complete when the block is left.
+        The count, complete when the block is left, but for `peak_bytes`, which also a later backward pass may raise.
 
     Example:
         >>> x = torch.ones(256, requires_grad=True)
@@ -55,18 +141,34 @@ def measure_saved_activations(leave_out: Iterable[Tensor] = ()) -> Iterator[Save
         >>> saved.num_bytes
         1024
     """
-    known = {_storage(tensor).data_ptr() for tensor in leave_out}
+    known = {key for tensor in leave_out for key in storages_of(tensor)}
     saved = SavedActivations()
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = _storage(tensor)
-        if storage.data_ptr() not in known:
-            saved._bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def pack(tensor: Tensor) -> SavedTensor:
+        if is_parameter(tensor) or (known and not known.isdisjoint(storages_of(tensor))):
+            return SavedTensor(tensor)
+        return _Held(saved, tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
+    hooks = []
+    for name, block in (blocks or {}).items():
+        hooks.append(block.register_forward_pre_hook(_entering(saved, name)))
+        hooks.append(block.register_forward_hook(_left(saved), always_call=True))
+    _ACTIVE.append(saved)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, SavedTensor.value):
+            yield saved
+    finally:
+        _ACTIVE.remove(saved)
+        for hook in hooks:
+            hook.remove()
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def _entering(saved: SavedActivations, name: str) -> Callable[..., None]:
+    return lambda *_: saved._block.append(name)
+
+
+def _left(saved: SavedActivations) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        saved._block.pop()
+
+    return leave

@@ -1,7 +1,9 @@
 """Activation checkpointing of an unmodified model: recompute a block's activations in the backward pass.
 
 The forward pass of a checkpointed block keeps the block's inputs only; the backward pass runs the block again to get
-what it needs. N blocks then hold N inputs and the activations of one block, instead of the activations of N.
+what it needs. N blocks then hold N inputs and the activations of one block, instead of the activations of N. Blocks can
+be recomputed one by one, in segments (see `segments`), or but for their expensive operations (see
+`selective_checkpointing`); and which of them are can follow from a budget (see `activation_budget`).
 
 Reference:
     Chen, Xu, Zhang, Guestrin (2016), "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4.
@@ -22,20 +24,34 @@ Sharding:
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.contract import _get_registry  # torch 2.13: no public way to ask
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tricks.functional.blocks import BlockSelector, find_blocks
+from lightning_tricks.functional.activation_budget import ActivationBudget
+from lightning_tricks.functional.blocks import BlockSelector, find_blocks, repeated_blocks, validate_selector
 from lightning_tricks.functional.patching import Patch, patch_
+from lightning_tricks.functional.replay import BlockMemory, Replay, training_flags, without_cache
+from lightning_tricks.functional.segments import SegmentChain
+from lightning_tricks.functional.selective_checkpointing import selective_contexts
 
-__all__ = ["ActivationCheckpointingHandle", "apply_activation_checkpointing"]
+__all__ = [
+    "MODES",
+    "ActivationCheckpointingHandle",
+    "CheckpointedBlock",
+    "Mode",
+    "apply_activation_checkpointing",
+    "checkpointed_block",
+]
+
+Mode = Literal["blocks", "segments", "selective"]
+MODES: tuple[Mode, ...] = ("blocks", "segments", "selective")
+"""How `apply_activation_checkpointing` may recompute."""
 
 
 @dataclass
@@ -45,10 +61,12 @@ class ActivationCheckpointingHandle:
     Attributes:
         wrapped: names of the blocks that are now checkpointed.
         already: names of matching blocks that somebody else had checkpointed, left alone.
+        budget: what says which blocks are checkpointed, None where all wrapped ones are.
     """
 
     wrapped: list[str] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
+    budget: ActivationBudget | None = None
     _before: set[nn.Module] = field(default_factory=set, repr=False)
     _module: nn.Module | None = field(default=None, repr=False)
     _patches: list[Patch] = field(default_factory=list, repr=False)
@@ -57,32 +75,45 @@ class ActivationCheckpointingHandle:
         """Give every block its own `forward` back, copies of blocks in the module too. A second call does nothing."""
         for patch in self._patches:
             patch.remove()
-        patched = [part for part in self._module.modules() if _is_ours(part)] if self._patches and self._module else []
-        for part in patched:
-            if part not in self._before:  # a deep copy, made while the original was checkpointed
-                original = vars(part)["forward"].args[1].forward
+        for part in self._module.modules() if self._patches and self._module else ():
+            memory = checkpointed_block(part)
+            if memory is not None and part not in self._before:  # a deep copy, made while the original was checkpointed
                 del part.forward
-                if original is not None:
-                    part.forward = original
+                if memory.forward is not None:
+                    part.forward = memory.forward
         self._patches.clear()
 
 
 def apply_activation_checkpointing(
-    module: nn.Module, blocks: BlockSelector | Sequence[BlockSelector] = "auto", *, every: int = 1
+    module: nn.Module,
+    blocks: BlockSelector | Sequence[BlockSelector] = "auto",
+    *,
+    mode: Mode = "blocks",
+    every: int = 1,
+    segment_length: int | Literal["auto"] = "auto",
+    matmul_share: float = 0.5,
+    with_budget: bool = False,
 ) -> ActivationCheckpointingHandle:
     """Checkpoint blocks of a model, in place. Without gradients (evaluation) a block runs as it always did.
 
     Args:
         module: the model to edit.
-        blocks: which modules, as for `find_blocks`.
+        blocks: which modules, as for `find_blocks`; in segments ``"auto"`` also takes the children of an
+            `nn.Sequential` where nothing repeats.
+        mode: ``"blocks"`` recomputes each block from its input; ``"segments"`` several from the first one's;
+            ``"selective"`` each block but for its attention and a share of its matrix multiplications.
         every: checkpoint each n-th of them only, from the first; 1 or more.
+        segment_length: the most blocks in a segment, 1 or more; ``"auto"`` measures what is best.
+        matmul_share: the share of matrix multiplications that ``"selective"`` keeps, from 0 to 1.
+        with_budget: whether the handle's `budget` says which blocks are checkpointed; all, as long as it does not.
 
     Returns:
         A handle that names the wrapped blocks; its `remove()` undoes the edit.
 
     Raises:
         TypeError: `blocks` is not a selector.
-        ValueError: nothing matches, or `every` is below 1.
+        ValueError: nothing matches, or a number is out of its range. While running, a RuntimeError for a block that
+            writes into its input, and with segments in a compiled parent and in a double backward.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
@@ -94,157 +125,126 @@ def apply_activation_checkpointing(
     """
     if every < 1:
         raise ValueError(f"expected `every` to be 1 or more, got {every}")
+    if mode not in MODES:
+        raise ValueError(f"expected `mode` to be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    if segment_length != "auto" and segment_length < 1:
+        raise ValueError(f'expected `segment_length` to be 1 or more, or "auto", got {segment_length}')
+    if not 0 <= matmul_share <= 1:
+        raise ValueError(f"expected `matmul_share` to be from 0 to 1, got {matmul_share}")
     handle = ActivationCheckpointingHandle(_module=module)
-    handle._before.update(part for part in module.modules() if _is_ours(part))
+    handle._before.update(part for part in module.modules() if checkpointed_block(part) is not None)
     done = _already_checkpointed(module)
-    for index, (name, block) in enumerate(find_blocks(module, blocks).items()):
-        if block in done:
-            handle.already.append(name)
-        elif index % every == 0:
-            run = functools.partial(_checkpointed_forward, block, _BlockMemory(vars(block).get("forward")))
-            handle._patches.append(patch_(block, "forward", run))
-            handle.wrapped.append(name)
+    found = _blocks_of_segments(module, blocks) if mode == "segments" else find_blocks(module, blocks)
+    chosen = {name: block for name, block in list(found.items())[::every] if block not in done}
+    handle.already += [name for name, block in found.items() if block in done]
+    chain = SegmentChain(len(chosen), segment_length) if mode == "segments" and chosen else None
+    handle.budget = ActivationBudget(list(chosen)) if with_budget else None
+    for name, block in chosen.items():
+        memory = CheckpointedBlock(
+            name,
+            vars(block).get("forward"),
+            chain=chain,
+            matmul_share=matmul_share if mode == "selective" else None,
+            budget=handle.budget,
+        )
+        run = functools.partial(_checkpointed_forward, block, memory)
+        handle._patches.append(patch_(block, "forward", run))
+        handle.wrapped.append(name)
     return handle
 
 
 @dataclass
-class _BlockMemory:
-    """What a block's wrapper keeps between calls.
+class CheckpointedBlock(BlockMemory):
+    """How a block is checkpointed.
 
-    Attributes:
-        forward: the instance's own `forward` from before, None where the class has it.
-        written: the buffers that a forward pass writes, by the training flags of the block's modules.
+    Args:
+        chain: of its segments, None where it is recomputed alone.
+        matmul_share: of what is kept, None where everything is recomputed.
+        overwritten: the operations whose results the block writes into, by its training flags.
+        budget: what says whether it is checkpointed, None where it always is.
     """
 
-    forward: Any = None
-    written: dict[tuple[bool, ...], list[str]] = field(default_factory=dict)
+    chain: SegmentChain | None = None
+    matmul_share: float | None = None
+    overwritten: dict[tuple[bool, ...], set[int]] = field(default_factory=dict)
+    budget: ActivationBudget | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the block takes part in a measurement now."""
+        return self.budget is not None and self.budget.measurement is not None
 
 
-def _checkpointed_forward(block: nn.Module, memory: _BlockMemory, *args: Any, **kwargs: Any) -> Any:
-    # Looked up at each call: FSDP2 swaps the class of a module in place.
-    forward = memory.forward or functools.partial(type(block).forward, block)
+def checkpointed_block(module: nn.Module) -> CheckpointedBlock | None:
+    """Return how a module is checkpointed, None if it is not, or not by this package.
+
+    Args:
+        module: any module.
+
+    Example:
+        >>> checkpointed_block(nn.Linear(2, 2)) is None
+        True
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, functools.partial) or forward.func is not _checkpointed_forward:
+        return None
+    memory = forward.args[1]
+    assert isinstance(memory, CheckpointedBlock)
+    return memory
+
+
+def _checkpointed_forward(block: nn.Module, memory: CheckpointedBlock, *args: Any, **kwargs: Any) -> Any:
+    forward = memory.forward_of(block)
+    budget = memory.budget
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    args = tuple(_without_cache(block, value) for value in args)
-    kwargs = {key: _without_cache(block, value) for key, value in kwargs.items()}
+    if budget is not None and budget.measurement is None and memory.name not in budget.chosen:
+        return forward(*args, **kwargs)
+    args = tuple(without_cache(block, value) for value in args)
+    kwargs = {key: without_cache(block, value) for key, value in kwargs.items()}
+    recomputed = functools.partial(checkpoint, use_reentrant=False)
+    if memory.matmul_share is not None:
+        recomputed = functools.partial(recomputed, context_fn=_selective(block, memory, memory.matmul_share))
     if torch.compiler.is_compiling():  # the compiler writes buffers once by itself
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        if memory.chain is not None:
+            _refuse_compiled_parent(memory.name)
+        return recomputed(functools.partial(forward, **kwargs), *args)
     # Keywords travel by position: none is taken for an option of `checkpoint`, and their tensors are saved as those of
     # the others are, so that autograd notices when one is written to before the recomputation.
-    return checkpoint(_Replay(block, memory, forward, tuple(kwargs)), *args, *kwargs.values(), use_reentrant=False)
+    replay, values = Replay(block, memory, forward, tuple(kwargs)), (*args, *kwargs.values())
+    if budget is not None and budget.measurement is not None:
+        return budget.measurement.run(replay, values)
+    if memory.chain is not None:
+        return memory.chain.run(replay, values)
+    return recomputed(replay, *values)
 
 
-class _Replay:
-    """The forward pass of a block at its first call, its recomputation at every later one."""
-
-    def __init__(self, block: nn.Module, memory: _BlockMemory, forward: Any, keywords: tuple[str, ...]) -> None:
-        self.block = block
-        self.memory = memory
-        self.forward = forward
-        self.keywords = keywords
-        self.before: dict[str, Tensor] | None = None
-        self.containers: dict[int, Any] = {}
-
-    def __call__(self, *values: Any) -> Any:
-        if self.before is None:
-            # A block may write to a list or dictionary that it is given; the recomputation needs it as it was.
-            self.containers = {i: _copied(value) for i, value in enumerate(values) if isinstance(value, (list, dict))}
-            return self._first(values)
-        values = tuple(_copied(self.containers.get(i, value)) for i, value in enumerate(values))
-        with _buffers_replaced(self.block, self.before):
-            return self._run(values)
-
-    def _run(self, values: tuple[Any, ...]) -> Any:
-        split = len(values) - len(self.keywords)
-        return self.forward(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
-
-    def _first(self, values: tuple[Any, ...]) -> Any:
-        buffers = dict(self.block.named_buffers())
-        modes = tuple(module.training for module in self.block.modules())
-        known = self.memory.written.get(modes)
-        # Which buffers a forward pass writes is learned at the first one in these modes; until then all are copied.
-        watched = buffers if known is None else {name: buffers[name] for name in known if name in buffers}
-        self.before = {name: buffer.detach().clone() for name, buffer in watched.items()}
-        versions = {name: buffer._version for name, buffer in buffers.items()}
-        output = self._run(values)
-        if known is not None:
-            # Written for the first time only now: too late to recompute from its old value, but not to write it once.
-            owners = {_owner(name) for name, buffer in buffers.items() if buffer._version != versions[name]}
-            late = [name for name in buffers if name not in self.before and _owner(name) in owners]
-            known += late
-            self.before.update({name: buffers[name].detach().clone() for name in late})
-        else:
-            written = _written_buffers(self.block, watched, self.before, versions)
-            self.memory.written[modes] = written
-            self.before = {name: self.before[name] for name in written}
-        return output
+def _selective(block: nn.Module, memory: CheckpointedBlock, matmul_share: float) -> Any:
+    if torch.compiler.is_compiling():
+        return functools.partial(selective_contexts, matmul_share, set(), False)
+    modes = training_flags(block)
+    is_first = modes not in memory.overwritten
+    return functools.partial(selective_contexts, matmul_share, memory.overwritten.setdefault(modes, set()), is_first)
 
 
-def _written_buffers(
-    block: nn.Module, buffers: dict[str, Tensor], before: dict[str, Tensor], versions: dict[str, int]
-) -> list[str]:
-    """Names of the buffers that were written, and of all others of their modules.
-
-    A kernel may write a buffer without counting up its version (BatchNorm's does), and may write the value that was
-    there; a module that keeps statistics shows in at least one of its buffers.
-    """
-    after = dict(block.named_buffers())
-    owners = {
-        _owner(name)
-        for name, buffer in buffers.items()
-        if after.get(name) is not buffer or buffer._version != versions[name] or not torch.equal(buffer, before[name])
-    }
-    return [name for name in buffers if _owner(name) in owners]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiled_parent(name: str) -> None:
+    raise RuntimeError(
+        f"{name!r} is recomputed in a segment, which a compiled parent would not see. Compile the blocks instead "
+        '(ModelCompilation), or use ActivationCheckpointing(mode="blocks")'
+    )
 
 
-def _owner(name: str) -> str:
-    """The name of the module that holds a buffer."""
-    return name.rpartition(".")[0]
-
-
-def _copied(value: Any) -> Any:
-    """Copies of lists and dictionaries, nested ones too, that hold the same tensors."""
-    if type(value) is list:
-        return [_copied(one) for one in value]
-    if type(value) is dict:
-        return {key: _copied(one) for key, one in value.items()}
-    return value
-
-
-@contextmanager
-def _buffers_replaced(block: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Run with copies of `values` in place of the block's buffers of those names."""
-    owners = [(block.get_submodule(_owner(name)), name.rpartition(".")[2], name) for name in values]
-    current = [getattr(owner, attribute) for owner, attribute, _ in owners]
-    try:
-        for owner, attribute, name in owners:
-            setattr(owner, attribute, values[name].clone())
-        yield
-    finally:  # also when the recomputation stops early, which torch does by raising
-        for (owner, attribute, _), buffer in zip(owners, current, strict=True):
-            setattr(owner, attribute, buffer)
-
-
-def _without_cache(block: nn.Module, value: Any) -> Any:
-    """None for a fresh Hugging Face key-value cache: it serves generation, and a recomputation would fill it twice."""
-    if not any(base.__name__ == "Cache" for base in type(value).__mro__) or not hasattr(value, "get_seq_length"):
-        return value
-    layer = next((part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
-    try:
-        length = int(value.get_seq_length(layer))  # other layers may have filled their own part in this same pass
-    except ValueError:  # a recurrent layer's part has no length
-        length = 0
-    if length:
-        raise RuntimeError(
-            f"{type(block).__name__} is checkpointed and was given a cache of {length} positions: recomputing the "
-            "block would append to it again. Train with use_cache=False, or do not checkpoint this block."
-        )
-    return None
-
-
-def _is_ours(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _checkpointed_forward
+def _blocks_of_segments(module: nn.Module, blocks: BlockSelector | Sequence[BlockSelector]) -> dict[str, nn.Module]:
+    """As `find_blocks`; where nothing repeats, ``"auto"`` takes the children of the longest `nn.Sequential`."""
+    validate_selector(blocks)
+    if blocks != "auto" or repeated_blocks(module):
+        return find_blocks(module, blocks)
+    sequences = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Sequential) and len(one) > 1]
+    if not sequences:
+        return find_blocks(module, blocks)  # which says what there is
+    name, longest = max(sequences, key=lambda pair: len(pair[1]))
+    return {f"{name}.{child}".removeprefix("."): one for child, one in longest.named_children()}
 
 
 def _already_checkpointed(module: nn.Module) -> set[nn.Module]:
@@ -254,6 +254,6 @@ def _already_checkpointed(module: nn.Module) -> set[nn.Module]:
         hugging_face = hasattr(candidate, "_gradient_checkpointing_func") and bool(candidate.gradient_checkpointing)
         wrapper = any(base.__name__ == "CheckpointWrapper" for base in type(candidate).__mro__)
         composable = "checkpoint" in (_get_registry(candidate) or {})
-        if _is_ours(candidate) or hugging_face or wrapper or composable:
+        if checkpointed_block(candidate) is not None or hugging_face or wrapper or composable:
             done.update(candidate.modules())
     return done

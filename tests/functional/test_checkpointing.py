@@ -2,16 +2,19 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_tricks.functional.activation_budget import ActivationBudget
 from lightning_tricks.functional.activation_memory import measure_saved_activations
-from lightning_tricks.functional.checkpointing import apply_activation_checkpointing
+from lightning_tricks.functional.checkpointing import ActivationCheckpointingHandle, apply_activation_checkpointing
 from tests.models import Block
 
 
@@ -146,13 +149,37 @@ MODELS = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
-def step(model: nn.Module, *, autocast: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+WAYS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "segments": {"mode": "segments", "segment_length": 2},
+    "measured segments": {"mode": "segments"},
+    "selective": {"mode": "selective"},
+    "budget": {"with_budget": True},
+}
+"""Every way to recompute. With a budget the first of two steps is measured, and the second as chosen."""
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def checkpointed(model: nn.Module, way: str, blocks="auto") -> ActivationCheckpointingHandle:
+    handle = apply_activation_checkpointing(model, blocks, **WAYS[way])
+    assert handle.wrapped
+    if handle.budget is not None:
+        handle.budget.begin()
+    return handle
+
+
+def step(
+    model: nn.Module, *, autocast: bool = False, budget: ActivationBudget | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Two training steps, since buffers of the first are read in the second; gradients and buffers after them."""
     torch.manual_seed(3)
     for _ in range(2):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        # Without oneDNN, which has no LSTM in bf16 on some CPUs.
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.backends.mkldnn.flags(enabled=not autocast):
             model(torch.randn(6, 8)).float().square().mean().backward()
+        if budget is not None:
+            budget.settle(budget.names[::2])
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -164,21 +191,24 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 @models
+@ways
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_and_buffers_equal_bit_for_bit(name: str, autocast: bool) -> None:
+def test_gradients_and_buffers_equal_bit_for_bit(name: str, way: str, autocast: bool) -> None:
     torch.manual_seed(0)
     plain = MODELS[name]()
     model = copy.deepcopy(plain)
-    handle = apply_activation_checkpointing(model)
-    assert handle.wrapped
-    for first, second in zip(step(plain, autocast=autocast), step(model, autocast=autocast), strict=True):
+    budget = checkpointed(model, way).budget
+    for first, second in zip(
+        step(plain, autocast=autocast), step(model, autocast=autocast, budget=budget), strict=True
+    ):
         assert_equal(first, second)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])
-def test_recomputes_in_training_and_not_in_evaluation(name: str) -> None:
+@ways
+def test_recomputes_in_training_and_not_in_evaluation(name: str, way: str) -> None:
     model = MODELS[name]()
-    handle = apply_activation_checkpointing(model)
+    handle = checkpointed(model, way)
     calls = dict.fromkeys(handle.wrapped, 0)
     for block in handle.wrapped:
 
@@ -227,11 +257,12 @@ def test_every_second_block() -> None:
         apply_activation_checkpointing(Stack(Block), every=0)
 
 
-def test_names_types_keys_and_undo() -> None:
+@ways
+def test_names_types_keys_and_undo(way: str) -> None:
     model = Stack(Block)
     before = [(name, type(module), set(vars(module))) for name, module in model.named_modules()]
     keys = list(model.state_dict())
-    handle = apply_activation_checkpointing(model)
+    handle = checkpointed(model, way)
     assert list(model.state_dict()) == keys
     assert all(isinstance(block, Block) for block in model.blocks)
     handle.remove()
@@ -240,10 +271,15 @@ def test_names_types_keys_and_undo() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_stand_alone(copied) -> None:
+@ways
+def test_copies_and_pickles_stand_alone(way: str, copied) -> None:
     model = Stack(lambda: Block(batchnorm=True))
-    apply_activation_checkpointing(model)
+    checkpointed(model, way)
+    output = model.train()(torch.randn(6, 8))  # a copy in the midst of a step
+    model.blocks[0].norm.num_batches_tracked.zero_()
     other = copied(model)
+    output.sum().backward()
+    model.zero_grad()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
@@ -254,11 +290,12 @@ def test_copies_and_pickles_stand_alone(copied) -> None:
 
 
 @pytest.mark.parametrize("batchnorm", [False, True])
-def test_compiled_parent(batchnorm: bool) -> None:
+@pytest.mark.parametrize("way", ["blocks", "selective"])
+def test_compiled_parent(way: str, batchnorm: bool) -> None:
     torch.manual_seed(0)
     plain = Stack(lambda: Block(batchnorm=batchnorm))
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model)
+    checkpointed(model, way)
     expected_gradients, expected_buffers = step(plain)
     compiled = torch.compile(model, backend="aot_eager")
     step(compiled)
@@ -278,15 +315,20 @@ def test_mode_switch_is_seen() -> None:
     assert model.blocks[0].norm.num_batches_tracked == 1
 
 
-def test_block_used_twice_and_backward_through_a_retained_graph() -> None:
+@ways
+def test_block_used_twice_and_backward_through_a_retained_graph(way: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[Block(dropout=0.3)] * 2, Block())
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model, Block)
+    checkpointed(model, way, Block)
     for one in (plain, model):
         torch.manual_seed(1)
         loss = one(torch.ones(2, 8)).sum()
         loss.backward(retain_graph=True)
+        if one is model and way == "selective":
+            with pytest.raises(RuntimeError, match="backward once"):
+                loss.backward()
+            return
         loss.backward()
     assert_equal(
         {name: p.grad for name, p in plain.named_parameters()}, {name: p.grad for name, p in model.named_parameters()}
@@ -342,11 +384,12 @@ class StochasticDepth(Block):
         return x if torch.rand(()) < 0.5 else super().forward(x)
 
 
-def test_buffers_that_are_written_now_and_then_are_written_once() -> None:
+@ways
+def test_buffers_that_are_written_now_and_then_are_written_once(way: str) -> None:
     torch.manual_seed(0)
     plain = Stack(StochasticDepth)
     model = copy.deepcopy(plain)
-    apply_activation_checkpointing(model)
+    checkpointed(model, way)
     for one in (plain, model):
         torch.manual_seed(3)
         for _ in range(10):
@@ -355,7 +398,8 @@ def test_buffers_that_are_written_now_and_then_are_written_once() -> None:
     assert 0 < plain.blocks[0].norm.num_batches_tracked < 10
 
 
-def test_input_that_is_written_to_later_is_noticed() -> None:
+@ways
+def test_input_that_is_written_to_later_is_noticed(way: str) -> None:
     class ByName(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -365,12 +409,83 @@ def test_input_that_is_written_to_later_is_noticed() -> None:
             return self.linear(x * 2)
 
     block = ByName()
-    apply_activation_checkpointing(nn.ModuleList([block]), ByName)
+    checkpointed(nn.ModuleList([block]), way, ByName)
     hidden = nn.Linear(8, 8)(torch.ones(2, 8))
     output = block(x=hidden)
     hidden.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+class WritesIntoItsInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.relu(x, inplace=True))
+
+
+@ways
+def test_a_block_that_writes_into_its_input_is_refused_at_the_place(way: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), WritesIntoItsInput())
+    checkpointed(model, way, WritesIntoItsInput)
+    with pytest.raises(
+        RuntimeError, match=r"WritesIntoItsInput '1' is checkpointed, and writes into its input in place"
+    ):
+        model(torch.randn(6, 8))
+
+
+@ways
+def test_double_backward_is_right_or_refused(way: str) -> None:
+    torch.manual_seed(0)
+    plain = Stack(Block)
+    model = copy.deepcopy(plain)
+    checkpointed(model, way)
+    found = []
+    for one in (plain, model):
+        one(torch.ones(6, 8)).sum().backward()  # the first pass of "selective" keeps nothing
+        one.zero_grad()
+        x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+        loss = one(x).square().sum()
+        if one is model and way not in ("blocks", "selective"):
+            with pytest.raises(RuntimeError, match=r"'blocks\.2'.*create_graph=True"):
+                torch.autograd.grad(loss, x, create_graph=True)
+            return
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        if one is model and way == "selective":
+            with pytest.raises(RuntimeError, match="backward once"):
+                gradient.square().sum().backward()
+            return
+        gradient.square().sum().backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    assert_equal(*found)
+
+
+class Fickle(Block):
+    """Saves something else each time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls > 1 and self.how == "fewer":
+            return y
+        return torch.sin(y[:, : 8 // self.calls] if self.how == "smaller" else y)
+
+
+@ways
+@pytest.mark.parametrize("how", ["fewer", "smaller"])
+def test_a_forward_that_differs_the_second_time_is_an_error(how: str, way: str) -> None:
+    model = nn.ModuleList([Fickle(how)])
+    checkpointed(model, way, Fickle)
+    with pytest.raises((RuntimeError, CheckpointError), match=r"recomput|encountered during backward"):
+        model[0](torch.randn(6, 8)).sum().backward()
+
+
+def test_wrong_arguments() -> None:
+    for name, value in (("every", 0), ("mode", "segment"), ("segment_length", 0), ("matmul_share", 1.5)):
+        with pytest.raises(ValueError, match=f"`{name}` to be .*, got {value!r}"):
+            apply_activation_checkpointing(Stack(Block), **{name: value})
 
 
 def test_copies_made_meanwhile_are_undone_with_the_module() -> None:

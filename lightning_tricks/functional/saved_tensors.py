@@ -1,0 +1,89 @@
+"""What autograd saves for the backward pass, as hooks on it see it.
+
+`torch.autograd.graph.saved_tensors_hooks` shows each tensor that is saved. Autograd then no longer notices when one of
+them is written to before the backward pass, which would be a wrong gradient: `SavedTensor` does.
+
+Cost:
+    A Python call for each saved tensor.
+
+Sharding:
+    Knows nothing of it.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["SavedTensor", "is_parameter", "storages_of"]
+
+
+class SavedTensor:
+    """A tensor as it was when autograd saved it.
+
+    Args:
+        tensor: what the pack hook was given.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with torch.autograd.graph.saved_tensors_hooks(SavedTensor, SavedTensor.value):
+        ...     y = x.exp()
+        >>> y.sum().backward()
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def value(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was written to since.
+        """
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {tuple(self._tensor.shape)} is at version {self._tensor._version}, expected version "
+                f"{self._version}"
+            )
+        return self._tensor
+
+
+def storages_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
+    """Return the storages that a tensor lies in, and their bytes.
+
+    Args:
+        tensor: any tensor. Of one that wraps others (a DTensor, a nested tensor) those of its parts on this rank; none
+            of one without storage (sparse).
+
+    Returns:
+        Bytes by a key that tells the storage from every other one, also from one that later takes its address.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> list(storages_of(x).values()), storages_of(x) == storages_of(x[1:]), storages_of(x) == storages_of(-x)
+        ([16], True, False)
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return {key: size for name in names for key, size in storages_of(getattr(tensor, name)).items()}
+    if tensor.layout is not torch.strided:
+        return {}
+    storage = tensor.untyped_storage()
+    return {StorageWeakRef(storage): storage.nbytes()}  # type: ignore[no-untyped-call]
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Tell whether a saved tensor is a parameter or a view of one.
+
+    Args:
+        tensor: any tensor.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> is_parameter(linear.weight.t()), is_parameter(linear.weight * 1)
+        (True, False)
+    """
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
