@@ -193,7 +193,7 @@ def checkpointed_block(module: nn.Module) -> CheckpointedBlock | None:
     return memory
 
 
-def _checkpointed_forward(block: nn.Module, memory: CheckpointedBlock, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(block: nn.Module, memory: CheckpointedBlock, /, *args: Any, **kwargs: Any) -> Any:
     forward = memory.forward_of(block)
     budget = memory.budget
     if not torch.is_grad_enabled():

@@ -33,7 +33,9 @@ class SavedTensor:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        # What an operation returned comes together with its node, which would be a cycle. Autograd attaches the node
+        # again when it unpacks.
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._version = tensor._version
 
     def value(self) -> Tensor:

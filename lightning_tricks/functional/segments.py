@@ -262,7 +262,7 @@ class Segment:
     def _recompute(self) -> None:
         self._filled = 0
         outputs: list[Tensor] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, SavedTensor.value)
         try:
             with self._timed(), torch.enable_grad(), hooks:
                 for call in self._calls:
@@ -274,7 +274,7 @@ class Segment:
             "recomputed: expected a forward that does the same each time. Do not checkpoint these blocks"
         )
 
-    def _fill(self, tensor: Tensor) -> Tensor:
+    def _fill(self, tensor: Tensor) -> SavedTensor:
         if self._filled < len(self._tickets):
             index, self._filled = self._filled, self._filled + 1
             looks = (tensor.shape, tensor.dtype, tensor.device)
@@ -286,10 +286,10 @@ class Segment:
                 )
             ticket = self._tickets[index]()
             if ticket is not None:  # else its part of the graph is gone already
-                self._recomputed[ticket] = SavedTensor(tensor.detach() if tensor.requires_grad else tensor)
+                self._recomputed[ticket] = SavedTensor(tensor)
         if self._filled == len(self._tickets):
             raise _Done
-        return tensor
+        return SavedTensor(tensor)
 
     def _names(self) -> str:
         return ", ".join(repr(call.replay.memory.name) for call in self._calls)
