@@ -45,6 +45,7 @@ __all__ = [
     "estimate_steps_by",
     "free_memory_cache",
     "has_static_graph",
+    "is_compiled",
     "is_fast_dev_run",
     "is_fitting",
     "is_last_batch",
@@ -85,6 +86,11 @@ def is_logging_step(trainer: pl.Trainer) -> bool:
 def logged_step(trainer: pl.Trainer) -> int:
     """The step that `self.log` would write to the loggers: batches that an optimizer stepped on."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def is_compiled(module: pl.LightningModule) -> bool:
+    """Whether the user handed `torch.compile(module)` to the Trainer, which unwraps it."""
+    return module._compiler_ctx is not None
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:

@@ -281,18 +281,27 @@ class UnusedParameter(Net):
 
 
 def checkpointed_under_ddp() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """Weights after training with and without checkpointing, under DDP's variants."""
-    variants: dict[str, tuple[type[Net], DDPStrategy, dict[str, Any]]] = {
-        "plain": (Net, DDPStrategy(), {}),
-        "accumulation": (Net, DDPStrategy(), {"accumulate_grad_batches": 3}),
-        "unused": (UnusedParameter, DDPStrategy(find_unused_parameters=True), {}),
-        "static graph": (Net, DDPStrategy(static_graph=True), {}),
-        "bucket view": (Net, DDPStrategy(gradient_as_bucket_view=True), {}),
+    """Weights after training with and without checkpointing, under DDP's variants, and fsdp2, in every mode."""
+    ddp, unused = DDPStrategy(), DDPStrategy(find_unused_parameters=True)
+    ways: dict[str, dict[str, Any]] = {
+        "segments": {"mode": "segments", "segment_length": 2},
+        "selective": {"mode": "selective"},
+        "budget": {"budget": 0.8},
+    }
+    variants: dict[str, tuple[type[Net], Any, dict[str, Any], dict[str, Any]]] = {
+        "plain": (Net, ddp, {}, {}),
+        "accumulation": (Net, ddp, {"accumulate_grad_batches": 3}, {}),
+        "unused": (UnusedParameter, unused, {}, {}),
+        "static graph": (Net, DDPStrategy(static_graph=True), {}, {}),
+        "bucket view": (Net, DDPStrategy(gradient_as_bucket_view=True), {}, {}),
+        **{f"{way}, plain": (Net, ddp, {}, options) for way, options in ways.items()},
+        **{f"{way}, unused": (UnusedParameter, unused, {}, options) for way, options in ways.items()},
+        **{f"{way}, fsdp2": (Net, "fsdp2", {}, options) for way, options in ways.items()},
     }
     found = {}
-    for name, (kind, strategy, options) in variants.items():
+    for name, (kind, strategy, options, way) in variants.items():
         pair = []
-        for callbacks in ([], [lt.ActivationCheckpointing()]):
+        for callbacks in ([], [lt.ActivationCheckpointing(**way)]):
             module = seeded(lambda kind=kind: kind(dropout=0.3, batchnorm=True))
             fit(
                 module,

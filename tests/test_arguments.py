@@ -24,6 +24,25 @@ WRONG = [
     (lt.GradientAccumulation, {"weigh_by": 3}, TypeError, "`weigh_by` .* got 3"),
     (lt.GradientAccumulation, {"weigh_by": "tokens"}, ValueError, "`weigh_by` .* got 'tokens'"),
     (lt.GradientAccumulation, {"carry_over": 1}, TypeError, "`carry_over` to be True or False, got 1"),
+    (lt.ActivationCheckpointing, {"mode": "segment"}, ValueError, "`mode` to be one of 'blocks', .* got 'segment'"),
+    (lt.ActivationCheckpointing, {"every": 0}, ValueError, "`every` to be at least 1, got 0"),
+    (lt.ActivationCheckpointing, {"every": 2, "mode": "segments"}, ValueError, "pass segment_length=2"),
+    (lt.ActivationCheckpointing, {"segment_length": 0}, ValueError, "`segment_length` to be at least 1, got 0"),
+    (lt.ActivationCheckpointing, {"segment_length": "all"}, ValueError, "`segment_length` .* got 'all'"),
+    (lt.ActivationCheckpointing, {"segment_length": 3}, ValueError, "segment_length=3 to go with mode=.segments."),
+    (lt.ActivationCheckpointing, {"matmul_share": 0.4}, ValueError, "matmul_share=0.4 to go with mode=.selective."),
+    (lt.ActivationCheckpointing, {"matmul_share": 1.5}, ValueError, "`matmul_share` .* at most 1.0, got 1.5"),
+    (lt.ActivationCheckpointing, {"budget": 0.0}, ValueError, "`budget` to be above 0.0 and at most 1.0, got 0.0"),
+    (lt.ActivationCheckpointing, {"budget": 1.5}, ValueError, "`budget` .* at most 1.0, got 1.5"),
+    (lt.ActivationCheckpointing, {"budget": 0}, ValueError, "`budget` to be at least 1, got 0"),
+    (lt.ActivationCheckpointing, {"budget": True}, TypeError, "`budget` .* got True"),
+    (lt.ActivationCheckpointing, {"budget": "half"}, TypeError, "`budget` to be a number, got 'half'"),
+    (
+        lt.ActivationCheckpointing,
+        {"budget": 0.5, "mode": "segments"},
+        ValueError,
+        "budget=0.5 to go with mode=.blocks.",
+    ),
     (lt.MicroBatching, {"max_size": 0}, ValueError, "`max_size` to be at least 1, got 0"),
     (lt.MicroBatching, {"max_size": 2.0}, TypeError, "`max_size` to be an int, got 2.0"),
     (lt.MicroBatching, {"max_size": None}, TypeError, "`max_size` to be an int, got None"),
@@ -224,7 +243,8 @@ def test_names_defaults_and_order_are_as_promised() -> None:
         "StochasticWeightAverage": "(start=0.75, *, every_n_steps=1, update_batchnorm=True, total_steps=None, "
         "device=None)",
         "ScheduleFree": "()",
-        "ActivationCheckpointing": "(blocks='auto', *, every=1)",
+        "ActivationCheckpointing": "(blocks='auto', *, mode='blocks', every=1, segment_length='auto', "
+        "matmul_share=0.5, budget=None)",
         "ExactResume": "()",
     }
     for name, expected in signatures.items():

@@ -4,13 +4,14 @@
 that reading it later waits for no work that was queued since.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["RankReduction", "close_group", "host_group"]
+__all__ = ["RankReduction", "close_group", "host_group", "largest_of_ranks"]
 
 
 def host_group() -> Any:
@@ -31,6 +32,24 @@ def close_group(group: Any) -> None:
     """
     if group is not None:
         dist.destroy_process_group(group)
+
+
+def largest_of_ranks(values: Sequence[float], group: Any = None) -> list[float]:
+    """Return for each number the largest that a rank has. A collective, and waits for it.
+
+    Args:
+        values: this rank's, as many on every rank.
+        group: what `host_group` returned.
+
+    Example:
+        >>> largest_of_ranks([2.0, -1.0])  # a run of one process
+        [2.0, -1.0]
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return [float(number) for number in numbers]
 
 
 class RankReduction:

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -80,21 +81,30 @@ class HuggingFace(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+MODES = {
+    "blocks": {},
+    "segments": {"mode": "segments", "segment_length": 2},
+    "selective": {"mode": "selective"},
+    "budget": {"budget": 0.8},
+}
+
+
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_layers_are_found_and_gradients_equal(name: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_hugging_face_layers_are_found_and_gradients_equal(mode: str, name: str) -> None:
     plain = seeded(lambda: HuggingFace(name))
     model = copy.deepcopy(plain)
     assert plain.model.training
-    checkpointing = lt.ActivationCheckpointing("auto")
-    fit(plain, data=torch.zeros(2, 1))
+    checkpointing = lt.ActivationCheckpointing("auto", **MODES[mode])
+    fit(plain, data=torch.zeros(3, 1))
     run = trainer(checkpointing)
-    run.fit(model, torch.zeros(2, 1))
+    run.fit(model, torch.zeros(3, 1))
     layers = [
         found
         for found, module in model.named_modules()
         if type(module).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer", "ViTLayer")
     ]
-    assert checkpointing._wrapped == layers
+    assert checkpointing._handle.wrapped == layers
     assert len(layers) == 3
     assert_same(model.gradients, plain.gradients)
     assert_same(weights(model), weights(plain))
@@ -202,7 +212,7 @@ def test_modules_that_are_built_late(build) -> None:
     checkpointing = lt.ActivationCheckpointing()
     module = seeded(build)
     fit(module, checkpointing)
-    assert checkpointing._wrapped == ["net.0", "net.1"]
+    assert checkpointing._handle.wrapped == ["net.0", "net.1"]
     assert not {"setup", "configure_model"} & vars(module).keys()
     plain = seeded(build)
     fit(plain)
@@ -216,7 +226,7 @@ def test_already_checkpointed_blocks_are_reported() -> None:
     apply_activation_checkpointing(module, "net.1")
     checkpointing = lt.ActivationCheckpointing()
     run = fit(module, checkpointing)
-    assert checkpointing._wrapped == ["net.0", "net.2"]
+    assert checkpointing._handle.wrapped == ["net.0", "net.2"]
     assert "left 1 alone" in checkpointing.summary(run).found
 
     module = Net()
@@ -232,3 +242,101 @@ def test_compiled_module_trains_alike() -> None:
         fit(torch.compile(module, backend="aot_eager"), *callbacks, limit_train_batches=3)
         results.append(weights(module))
     assert_same(*results, rtol=0, atol=1e-6)
+
+
+class Deep(Net):
+    """Enough blocks and samples that activations are more than the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Block(dropout=0.1) for _ in range(8)), nn.Linear(8, 1))
+
+
+class Fixed(Deep):
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("budget", [0.75, 0.6])
+def test_a_budget_is_kept_and_printed(budget: float, capsys) -> None:
+    plain, module = seeded(Fixed), seeded(Fixed)
+    fit(plain)
+    checkpointing = lt.ActivationCheckpointing(budget=budget)
+    fit(module, checkpointing)
+    choice = checkpointing.choice
+    assert 0 < len(choice.blocks) < 8
+    assert choice.measured <= choice.predicted <= choice.budget
+    assert choice.measured > 0.5 * choice.budget
+    printed = capsys.readouterr().out
+    assert f"checkpoints {len(choice.blocks)} of 8 blocks" in printed
+    assert f"predicted {choice.predicted} bytes" in printed
+    assert f"measured {choice.measured} bytes" in printed
+    assert_same(weights(module), weights(plain))
+    assert not {"training_step"} & vars(module).keys()
+
+
+def test_a_budget_of_all_checkpoints_nothing_and_bytes_are_as_good_as_a_share() -> None:
+    whole, share, same = (lt.ActivationCheckpointing(budget=budget) for budget in (1.0, 0.6, 1))
+    fit(Deep(), whole)
+    assert whole.choice.blocks == ()
+    fit(Deep(), share)
+    same.budget = share.choice.budget
+    fit(Deep(), same)
+    assert same.choice.predicted <= share.choice.budget == same.choice.budget
+
+
+def test_a_budget_out_of_reach_is_an_error_with_both_figures() -> None:
+    module = seeded(Deep)
+    before = weights(module)
+    with pytest.raises(ValueError, match=r"at least the \d+ bytes .* got 100 bytes: 100 of \d+ bytes"):
+        fit(module, lt.ActivationCheckpointing(budget=100))
+    assert_same(weights(module), before)
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_a_larger_batch_is_measured_again_and_a_smaller_one_is_not() -> None:
+    begun = []
+    checkpointing = lt.ActivationCheckpointing(budget=0.7)
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            begun.append(len(checkpointing._shapes))
+
+    data = [[torch.randn(size, 8), torch.randn(size, 1)] for size in (4, 2, 4, 8, 8, 6)]
+    trainer(checkpointing, Watch(), max_epochs=1).fit(Deep(), DataLoader(data, batch_size=None))
+    assert begun == [1, 1, 1, 2, 2, 2]
+    assert checkpointing.choice.measured <= checkpointing.choice.budget
+
+
+def test_a_second_fit_measures_again() -> None:
+    checkpointing = lt.ActivationCheckpointing(budget=0.7)
+    module = Deep()
+    fit(module, checkpointing)
+    first = checkpointing.choice
+    fit(module, checkpointing)
+    assert checkpointing.choice is not first
+    assert checkpointing.choice.budget == first.budget
+
+
+def test_micro_batches_are_measured_one_by_one() -> None:
+    whole, cut = lt.ActivationCheckpointing(budget=1.0), lt.ActivationCheckpointing(budget=1.0)
+    fit(Deep(), whole)
+    fit(Deep(), cut, lt.MicroBatching(2))
+    assert cut.choice.predicted < whole.choice.predicted
+
+
+@pytest.mark.parametrize("options", [{"mode": "segments"}, {"budget": 0.5}])
+def test_a_module_compiled_as_a_whole_is_refused(options: dict) -> None:
+    with pytest.raises(MisconfigurationException, match="compiled as a whole sees no"):
+        fit(torch.compile(Net(), backend="eager"), lt.ActivationCheckpointing(**options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batchnorm_dropout_and_fp16_in_every_mode(mode: str) -> None:
+    plain, module = (seeded(lambda: Net(dropout=0.3, batchnorm=True)) for _ in range(2))
+    for one, callbacks in ((plain, []), (module, [lt.ActivationCheckpointing(**MODES[mode])])):
+        torch.manual_seed(1)
+        fit(one, *callbacks, plugins=[lt.FP16Precision(init_scale=2.0**8)])
+    assert_same(weights(module), weights(plain))
+    assert module.net[0].norm.num_batches_tracked == plain.net[0].norm.num_batches_tracked
