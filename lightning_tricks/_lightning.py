@@ -69,6 +69,7 @@ __all__ = [
     "takes_loader_iter",
     "torch_optimizer",
     "train_batches_per_epoch",
+    "trainer_of",
     "turn_off_inference_mode",
     "unprocessed_batches",
     "unscaled_loss",
@@ -91,6 +92,11 @@ def logged_step(trainer: pl.Trainer) -> int:
 def is_compiled(module: pl.LightningModule) -> bool:
     """Whether the user handed `torch.compile(module)` to the Trainer, which unwraps it."""
     return module._compiler_ctx is not None
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer that a module is attached to, None without one."""
+    return module._trainer
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:

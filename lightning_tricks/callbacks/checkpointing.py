@@ -1,6 +1,5 @@
 """Activation checkpointing as a callback."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from lightning_tricks.functional.checkpointing import (
     Mode,
     apply_activation_checkpointing,
 )
-from lightning_tricks.functional.patching import Removable, patch_
 from lightning_tricks.functional.replay import tensors_of
 
 __all__ = ["ActivationCheckpointing", "BudgetChoice"]
@@ -136,7 +134,7 @@ class ActivationCheckpointing(Trick):
         if budget is not None:
             _only_with("blocks", mode, f"budget={budget}")
         self._handle = ActivationCheckpointingHandle()
-        self._undo: list[Removable] = []
+        self._is_budgeted = False  # and the run goes on
         self._group: Any = None
         self.reset()
 
@@ -192,16 +190,14 @@ class ActivationCheckpointing(Trick):
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self._budget is None or not self._handle.wrapped:
             return
+        self._is_budgeted = True
         self._group = host_group()
-        step = functools.partial(_budgeted_step, self, trainer, module.training_step)
-        functools.update_wrapper(step, module.training_step)  # Lightning looks at its signature
-        self._undo.append(patch_(module, "training_step", step))
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._undo or self._budget is None or self._budget.measurement is not None:
+        if not self._is_budgeted or self._budget is None or self._budget.measurement is not None:
             return
         shapes = [one.shape for one in tensors_of(batch)]
         grew = not any(_covers(known, shapes) for known in self._shapes)
@@ -210,9 +206,12 @@ class ActivationCheckpointing(Trick):
             self._measurements.clear()
             self._budget.begin()
 
-    def step(self, trainer: pl.Trainer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `training_step`, and look at what it saves where that is to be known."""
-        assert self._budget is not None
+    @override
+    def run_training_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self._is_budgeted or self._budget is None:
+            return step(*args, **kwargs)
         if self._budget.measurement is not None:
             measurement = self._budget.begin()  # one for each call, since MicroBatching makes several
             self._measurements.append(measurement)
@@ -233,7 +232,7 @@ class ActivationCheckpointing(Trick):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._undo or self._budget is None:
+        if not self._is_budgeted or self._budget is None:
             return
         if self._budget.measurement is not None:
             self._settle(trainer, self._budget)
@@ -299,19 +298,9 @@ class ActivationCheckpointing(Trick):
         self._remove()
 
     def _remove(self) -> None:
-        while self._undo:
-            self._undo.pop().remove()
+        self._is_budgeted = False
         close_group(self._group)
         self._group = None
-
-
-# A function of the module, not a closure: it ends up inside of objects that get pickled and copied.
-
-
-def _budgeted_step(
-    checkpointing: ActivationCheckpointing, trainer: pl.Trainer, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    return checkpointing.step(trainer, step, *args, **kwargs)
 
 
 def _checked_budget(budget: object) -> float | int:

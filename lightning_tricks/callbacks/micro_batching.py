@@ -27,7 +27,7 @@ from lightning_tricks.composition import Summary, Touches, Trick, current_window
 from lightning_tricks.distributed.scalars import RankReduction, close_group, host_group
 from lightning_tricks.distributed.sharding import units_of
 from lightning_tricks.functional.micro_batching import describe, join_outputs, num_samples, parts_needed, split_batch
-from lightning_tricks.functional.patching import Removable, patch_
+from lightning_tricks.functional.patching import Removable
 from lightning_tricks.functional.split_backward import SavedBuffers, run_parts
 
 __all__ = ["MicroBatching"]
@@ -136,13 +136,24 @@ class MicroBatching(Trick):
     @override
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._group = host_group()
-        step = functools.partial(_step_by_parts, self, trainer, module, module.training_step)
-        functools.update_wrapper(step, module.training_step)  # Lightning looks at its signature
-        self._undo.append(patch_(module, "training_step", step))
 
     # Each batch
 
-    def step(self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any) -> Any:
+    @override
+    def run_training_step(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        step: Callable[..., Any],
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return self._run_by_parts(trainer, module, lambda part: step(part, *args, **kwargs), batch)
+
+    def _run_by_parts(
+        self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[[Any], Any], batch: Any
+    ) -> Any:
         """Call `training_step` for the parts of a batch and return what one call would have."""
         self._largest = samples = num_samples(batch)
         if self.max_size != "auto":
@@ -249,7 +260,7 @@ class MicroBatching(Trick):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._remove()  # before the strategy takes its own edit of training_step back, which lies beneath
+        self._remove()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -289,21 +300,6 @@ class MicroBatching(Trick):
             self._size = state_dict["size"]
         self._since, self._wait = state_dict["since"], state_dict["wait"]
         self._retries, self._ceiling = state_dict["retries"], state_dict["ceiling"]
-
-
-# Functions of the module, not closures: they end up inside of objects that get pickled and copied.
-
-
-def _step_by_parts(
-    micro_batching: MicroBatching,
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    step: Callable[..., Any],
-    batch: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return micro_batching.step(trainer, module, lambda part: step(part, *args, **kwargs), batch)
 
 
 def _noted_step(log: DeferredLog, step: Callable[[Any], Any], index: int, part: Any) -> Any:

@@ -23,6 +23,7 @@ from lightning_tricks._lightning import (
     loss_scaler,
     module_overrides,
     set_callbacks,
+    trainer_of,
     unscaled_loss,
 )
 from lightning_tricks.composition.conflicts import refuse_conflicts, refuse_other_package, refuse_two_writers
@@ -129,6 +130,7 @@ class Conductor(Callback):
         self.step: OptimizerStep | None = None
         self._undo: list[Removable] = []
         self._building: Removable | None = None
+        self._wrapped_step: Removable | None = None
         self._watched: list[Optimizer] = []
         self._stepped: set[int] = set()
         self._warned_of_raw_steps = False
@@ -185,7 +187,15 @@ class Conductor(Callback):
         self.ledger.open(len(trainer.optimizers))
         for trick in self.tricks:
             trick.start(trainer, pl_module)
+        self._wrap_training_step(pl_module)
         print_table(trainer, self.tricks)
+
+    def _wrap_training_step(self, module: pl.LightningModule) -> None:
+        if any(_runs_training_step(trick) for trick in self.tricks):
+            step = functools.partial(_training_step_within_tricks, module, module.training_step)
+            functools.update_wrapper(step, module.training_step)  # Lightning looks at its signature
+            self._wrapped_step = patch_(module, "training_step", step)
+            self._undo.append(self._wrapped_step)
 
     # Each batch
 
@@ -228,6 +238,8 @@ class Conductor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the tricks complete what is open."""
         self._finish(trainer, pl_module, training_ends=True)
+        if self._wrapped_step is not None:  # before the strategy takes back its own edit, which lies beneath
+            self._wrapped_step.remove()
 
     def _finish(self, trainer: pl.Trainer, module: pl.LightningModule, *, training_ends: bool) -> None:
         for trick in self.tricks:
@@ -294,7 +306,7 @@ class Conductor(Callback):
         self.abandon_step()
         while self._undo:
             self._undo.pop().remove()
-        self._building = None
+        self._building = self._wrapped_step = None
         self._watched = []
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -347,6 +359,10 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
     return [*conductor, *others]
 
 
+def _runs_training_step(trick: Trick) -> bool:
+    return type(trick).run_training_step is not Trick.run_training_step
+
+
 # Functions of the module, not closures: they end up inside of objects that get pickled and copied.
 
 
@@ -358,6 +374,18 @@ def _build_then_edit(
     conductor._building.remove()  # once is enough
     conductor.edit(module)
     return output
+
+
+def _training_step_within_tricks(
+    module: pl.LightningModule, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    trainer = trainer_of(module)
+    conductor = None if trainer is None else _find(trainer)
+    if trainer is None or conductor is None:  # a copy of the module, or trial steps without the tricks
+        return step(*args, **kwargs)
+    for trick in filter(_runs_training_step, conductor.tricks):
+        step = functools.partial(trick.run_training_step, trainer, module, step)
+    return step(*args, **kwargs)
 
 
 def _watched_optimizer_step(

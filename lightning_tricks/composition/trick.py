@@ -4,7 +4,7 @@ From these facts the package orders the tricks, refuses pairs that would do a th
 moment and undoes it, logs, and prints its table.
 """
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -131,6 +131,25 @@ class Trick(Callback):
             trainer: the Trainer.
             module: the module.
         """
+
+    def run_training_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the module's `training_step`, for a trick that does something around it.
+
+        Those of several tricks lie in each other, that of the first one innermost.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+            step: its `training_step`, as the strategy and the tricks before this one made it.
+            args: what to call it with.
+            kwargs: likewise.
+
+        Returns:
+            What it returns.
+        """
+        return step(*args, **kwargs)
 
     def after_step(self, trainer: pl.Trainer, module: pl.LightningModule, step: OptimizerStep) -> None:
         """Act on a step's verdict, right after the optimizer's step was taken or left out.

@@ -1,6 +1,8 @@
 """Order, conflicts, undo, the table, and a trick written by a user."""
 
+import copy
 import io
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -78,6 +80,39 @@ def test_a_veto_reaches_later_tricks_as_no_gradients() -> None:
     run = fit(module, Vetoes(), lt.GradientNormClipping(10.0))
     assert module.weight.item() == -2.0
     assert lt.step_ledger(run)[0].skipped_guard == 1
+
+
+class Around(Recorder):
+    def run_training_step(self, trainer, module, step, *args, **kwargs):
+        self.order.append(f"enter {type(self).__name__}")
+        output = step(*args, **kwargs)
+        self.order.append(f"leave {type(self).__name__}")
+        return output
+
+
+class AroundOutside(Around):
+    touches = lt.Touches.RANDOM_STATE
+
+
+class CopiesItself(Net):
+    def on_train_batch_start(self, batch, batch_idx) -> None:
+        Recorder.order.append("copy")
+        for copied in (copy.deepcopy(self), pickle.loads(pickle.dumps(self))):
+            copied.training_step(batch, batch_idx)
+
+
+def test_tricks_around_a_training_step_lie_in_each_other_and_leave_nothing() -> None:
+    Recorder.order.clear()
+    module = seeded(CopiesItself)
+    fit(module, AroundOutside(), Around(), limit_train_batches=1)
+    steps = ["enter AroundOutside", "enter Around", "leave Around", "leave AroundOutside"]
+    assert Recorder.order == ["copy", *steps, *["Around", "AroundOutside"]]  # at last the optimizer's step
+    assert "training_step" not in vars(module)
+    for callbacks in ([Around()], [AroundOutside(), Around()]):
+        module = Net(fail_at=0)
+        with pytest.raises(RuntimeError, match="boom"):
+            fit(module, *callbacks)
+        assert "training_step" not in vars(module)
 
 
 def test_current_step_is_known_in_its_hook_only() -> None:
