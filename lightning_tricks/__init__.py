@@ -6,6 +6,7 @@ Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zer
 
 from lightning_tricks.callbacks import (
     ActivationCheckpointing,
+    ActivationMemoryMonitor,
     AdaptiveGradientClipping,
     DropoutScheduler,
     EarlyGradientRelease,
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationMemoryMonitor",
     "AdaptiveGradientClipping",
     "DropoutScheduler",
     "EarlyGradientRelease",

@@ -445,4 +445,11 @@ ROWS = (
             (_fit(lt.ScheduleFree(), WeightAveraging()), r"WeightAveraging"),
         ),
     ),
+    Row(
+        "ActivationMemoryMonitor",
+        acting={},
+        neutral={},
+        same_weights=True,
+        refusals=((_fit(lt.ActivationMemoryMonitor(), lt.ActivationMemoryMonitor()), r"ActivationMemoryMonitor"),),
+    ),
 )

@@ -243,6 +243,7 @@ def test_names_defaults_and_order_are_as_promised() -> None:
         "StochasticWeightAverage": "(start=0.75, *, every_n_steps=1, update_batchnorm=True, total_steps=None, "
         "device=None)",
         "ScheduleFree": "()",
+        "ActivationMemoryMonitor": "()",
         "ActivationCheckpointing": "(blocks='auto', *, mode='blocks', every=1, segment_length='auto', "
         "matmul_share=0.5, budget=None)",
         "ExactResume": "()",

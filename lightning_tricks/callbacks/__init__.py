@@ -1,6 +1,7 @@
 """Layer 2: the techniques as Lightning callbacks, each a thin shell over `functional` and `composition`."""
 
 from lightning_tricks.callbacks.accumulation import GradientAccumulation
+from lightning_tricks.callbacks.activation_memory import ActivationMemoryMonitor
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
@@ -34,6 +35,7 @@ from lightning_tricks.callbacks.weight_averaging import (
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationMemoryMonitor",
     "AdaptiveGradientClipping",
     "DropoutScheduler",
     "EarlyGradientRelease",

@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_tricks.functional.replay import Replay, tensors_of
-from lightning_tricks.functional.saved_tensors import SavedTensor, is_parameter, storages_of
+from lightning_tricks.functional.saved_tensors import StorageKey, hooks_around, is_parameter, storages_of
 from lightning_tricks.functional.segments import Segment
 
 __all__ = ["ActivationBudget", "ActivationMeasurement", "BlockCosts", "choose_blocks", "greedy_choice"]
@@ -177,8 +176,8 @@ class _Record:
         recomputed: whether there was one.
     """
 
-    saved: dict[StorageWeakRef, int] = field(default_factory=dict)
-    inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
+    saved: dict[StorageKey, int] = field(default_factory=dict)
+    inputs: dict[StorageKey, int] = field(default_factory=dict)
     seconds: float = 0.0
     recomputed: bool = False
     events: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
@@ -193,18 +192,20 @@ class ActivationMeasurement:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._records = {name: _Record() for name in names}
-        self._outside: dict[StorageWeakRef, int] = {}
+        self._outside: dict[StorageKey, int] = {}
+        self._is_in_block = False
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Look at what the forward pass inside saves outside of the blocks."""
+        pack, unpack = hooks_around()
 
-        def pack(tensor: Tensor) -> SavedTensor:
-            if not is_parameter(tensor):
+        def look(tensor: Tensor) -> Any:
+            if not self._is_in_block and not is_parameter(tensor):
                 self._outside.update(storages_of(tensor))
-            return SavedTensor(tensor)
+            return pack(tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, SavedTensor.value):
+        with torch.autograd.graph.saved_tensors_hooks(look, unpack):
             yield
 
     def run(self, replay: Replay, values: tuple[Any, ...]) -> Any:
@@ -224,9 +225,11 @@ class ActivationMeasurement:
                 record.inputs.update(storages_of(tensor))
         on_device = next((one.device for one in tensors if one.device.type != "cpu"), None)
         segment = Segment(lambda: _timed(record, on_device))
-        # What the segment itself holds is no part of what the block would save: no hook is to see it.
-        with torch.autograd.graph.saved_tensors_hooks(SavedTensor, SavedTensor.value):
+        self._is_in_block = True  # what the segment itself holds is no part of what the block would save
+        try:
             return segment.run(replay, values, [], record.saved)
+        finally:
+            self._is_in_block = False
 
     def saved_bytes(self) -> tuple[int, list[int]]:
         """Return the bytes saved without checkpointing, and those that checkpointing each block frees."""

@@ -3,7 +3,8 @@
 Autograd saves tensors for the backward pass; `torch.autograd.graph.saved_tensors_hooks` shows each of them. Several may
 share one storage, and parameters are saved too although they take no further memory, so storages are counted once and
 those of parameters left out. What selective checkpointing keeps goes past those hooks, and is counted as its policy
-decides (see `note_kept`). What a checkpointed block recomputes is not held, and not counted.
+decides (see `note_kept`). What a checkpointed block recomputes is not held, and counts while it is alive only (see
+`recomputed_for`).
 
 Cost:
     One Python call for each saved tensor while measuring.
@@ -13,21 +14,22 @@ Sharding:
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_tricks.functional.saved_tensors import SavedTensor, is_parameter, storages_of
+from lightning_tricks.functional.saved_tensors import StorageKey, hooks_around, is_parameter, storages_of
 
 __all__ = [
     "OUTSIDE",
     "SavedActivations",
+    "active_measurements",
     "measure_saved_activations",
     "note_kept",
+    "recomputed_for",
 ]
 
 OUTSIDE = "(outside of blocks)"
@@ -45,8 +47,8 @@ class SavedActivations:
 
     by_block: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
-    _seen: set[StorageWeakRef] = field(default_factory=set, repr=False)
-    _alive: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)  # how often each is held
+    _seen: set[StorageKey] = field(default_factory=set, repr=False)
+    _alive: dict[StorageKey, int] = field(default_factory=dict, repr=False)  # how often each is held
     _live_bytes: int = field(default=0, repr=False)
     _block: list[str] = field(default_factory=lambda: [OUTSIDE], repr=False)
 
@@ -55,7 +57,7 @@ class SavedActivations:
         """Bytes of all storages seen."""
         return sum(self.by_block.values())
 
-    def add(self, tensor: Tensor) -> dict[StorageWeakRef, int]:
+    def add(self, tensor: Tensor) -> dict[StorageKey, int]:
         """Count a tensor's storages for the block that runs now.
 
         Args:
@@ -71,14 +73,14 @@ class SavedActivations:
                 self.by_block[self._block[-1]] = self.by_block.get(self._block[-1], 0) + num_bytes
         return storages
 
-    def _hold(self, storages: dict[StorageWeakRef, int]) -> None:
+    def _hold(self, storages: dict[StorageKey, int]) -> None:
         for key, num_bytes in storages.items():
             self._alive[key] = self._alive.get(key, 0) + 1
             if self._alive[key] == 1:
                 self._live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _release(self, storages: dict[StorageWeakRef, int]) -> None:
+    def _release(self, storages: dict[StorageKey, int]) -> None:
         for key, num_bytes in storages.items():
             self._alive[key] -= 1
             if not self._alive[key]:
@@ -86,16 +88,22 @@ class SavedActivations:
                 self._live_bytes -= num_bytes
 
 
-class _Held(SavedTensor):
-    """A saved tensor, as long as the graph holds it."""
+class _Held:
+    """A saved tensor, as long as the graph holds it.
 
-    __slots__ = ("saved", "storages")
+    Args:
+        saved: where it counts as alive.
+        storages: of it.
+        packed: what the hooks around made of it.
+    """
 
-    def __init__(self, saved: SavedActivations, tensor: Tensor) -> None:
-        super().__init__(tensor)
+    __slots__ = ("packed", "saved", "storages")
+
+    def __init__(self, saved: SavedActivations, storages: dict[StorageKey, int], packed: Any) -> None:
         self.saved = saved
-        self.storages = saved.add(tensor)
-        saved._hold(self.storages)
+        self.storages = storages
+        self.packed = packed
+        saved._hold(storages)
 
     def __del__(self) -> None:
         self.saved._release(self.storages)
@@ -118,7 +126,7 @@ def note_kept(tensors: Iterable[Tensor]) -> None:
     """
     for saved in _ACTIVE:
         for tensor in tensors:
-            saved.add(tensor)
+            saved._hold(saved.add(tensor))
 
 
 @contextmanager
@@ -132,7 +140,8 @@ def measure_saved_activations(
         blocks: modules to tell apart, by name. Of nested ones the innermost counts.
 
     Yields:
-        The count, complete when the block is left, but for `peak_bytes`, which also a later backward pass may raise.
+        The count, complete when the block is left, but for `peak_bytes`, which a later backward pass raises where it
+        recomputes.
 
     Example:
         >>> x = torch.ones(256, requires_grad=True)
@@ -144,10 +153,8 @@ def measure_saved_activations(
     known = {key for tensor in leave_out for key in storages_of(tensor)}
     saved = SavedActivations()
 
-    def pack(tensor: Tensor) -> SavedTensor:
-        if is_parameter(tensor) or (known and not known.isdisjoint(storages_of(tensor))):
-            return SavedTensor(tensor)
-        return _Held(saved, tensor)
+    def look(tensor: Tensor) -> dict[StorageKey, int]:
+        return {} if known and not known.isdisjoint(storages_of(tensor)) else saved.add(tensor)
 
     hooks = []
     for name, block in (blocks or {}).items():
@@ -155,12 +162,54 @@ def measure_saved_activations(
         hooks.append(block.register_forward_hook(_left(saved), always_call=True))
     _ACTIVE.append(saved)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, SavedTensor.value):
+        with _held_by(saved, look):
             yield saved
     finally:
         _ACTIVE.remove(saved)
         for hook in hooks:
             hook.remove()
+
+
+def active_measurements() -> list[SavedActivations]:
+    """Return the counts that are being taken now, for `recomputed_for`.
+
+    Example:
+        >>> with measure_saved_activations() as saved:
+        ...     active_measurements() == [saved]
+        True
+    """
+    return list(_ACTIVE)
+
+
+@contextmanager
+def recomputed_for(measurements: Iterable[SavedActivations]) -> Iterator[None]:
+    """Count what is saved inside as alive, not as saved: it is what a forward pass under these counts dropped.
+
+    Args:
+        measurements: from `active_measurements` at that time.
+
+    Example:
+        >>> with measure_saved_activations() as saved:
+        ...     pass
+        >>> with recomputed_for([saved]):
+        ...     y = torch.ones(256, requires_grad=True).exp()
+        >>> saved.num_bytes, saved.peak_bytes
+        (0, 1024)
+    """
+    with ExitStack() as stack:
+        for saved in measurements:
+            stack.enter_context(_held_by(saved, storages_of))
+        yield
+
+
+def _held_by(saved: SavedActivations, look: Callable[[Tensor], dict[StorageKey, int]]) -> AbstractContextManager[None]:
+    """Hooks that count what is saved as alive, but for parameters, and leave the saving to the hooks around them."""
+    pack, unpack = hooks_around()
+
+    def hold(tensor: Tensor) -> _Held:
+        return _Held(saved, {} if is_parameter(tensor) else look(tensor), pack(tensor))
+
+    return torch.autograd.graph.saved_tensors_hooks(hold, lambda held: unpack(held.packed))
 
 
 def _entering(saved: SavedActivations, name: str) -> Callable[..., None]:

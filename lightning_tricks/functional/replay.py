@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # torch 2.13: no public way to walk what a forward is given
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lightning_tricks.functional.activation_memory import active_measurements, recomputed_for
+
 __all__ = ["BlockMemory", "Replay", "Surroundings", "tensors_of", "training_flags", "without_cache"]
 
 
@@ -83,6 +85,7 @@ class Replay:
         self.keywords = keywords
         self.before: dict[str, Tensor] | None = None
         self.containers: dict[int, Any] = {}
+        self.measurements = active_measurements()
 
     def __call__(self, *values: Any) -> Any:
         """Run the block with these arguments, its keywords' values last."""
@@ -91,7 +94,7 @@ class Replay:
             self.containers = {i: _copied(value) for i, value in enumerate(values) if isinstance(value, (list, dict))}
             return self._first(values)
         values = tuple(_copied(self.containers.get(i, value)) for i, value in enumerate(values))
-        with _buffers_replaced(self.block, self.before):
+        with _buffers_replaced(self.block, self.before), recomputed_for(self.measurements):
             return self._run(values)
 
     def _run(self, values: tuple[Any, ...]) -> Any:

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_tricks.functional.activation_memory import note_kept
 from lightning_tricks.functional.replay import tensors_of
-from lightning_tricks.functional.saved_tensors import storages_of
+from lightning_tricks.functional.saved_tensors import StorageKey, storages_of
 
 __all__ = ["ATTENTION_OPERATIONS", "MATMUL_OPERATIONS", "SelectivePolicy", "selective_contexts"]
 
@@ -86,7 +85,7 @@ class SelectivePolicy:
         self.keeps_nothing = keeps_nothing
         self._operations = 0
         self._matmuls = 0
-        self._results: dict[StorageWeakRef, int] = {}
+        self._results: dict[StorageKey, int] = {}
 
     def keeps(self, operation: Any) -> bool:
         """Decide for the next operation.
