@@ -7,6 +7,7 @@ Importing the package registers the strategy strings: ``fsdp2``, ``hsdp``, ``zer
 from lightning_tricks.callbacks import (
     ActivationCheckpointing,
     ActivationMemoryMonitor,
+    ActivationOffloading,
     AdaptiveGradientClipping,
     DropoutScheduler,
     EarlyGradientRelease,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointing",
     "ActivationMemoryMonitor",
+    "ActivationOffloading",
     "AdaptiveGradientClipping",
     "DropoutScheduler",
     "EarlyGradientRelease",

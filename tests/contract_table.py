@@ -452,4 +452,11 @@ ROWS = (
         same_weights=True,
         refusals=((_fit(lt.ActivationMemoryMonitor(), lt.ActivationMemoryMonitor()), r"ActivationMemoryMonitor"),),
     ),
+    Row(
+        "ActivationOffloading",
+        acting={"min_bytes": 1},
+        neutral={"min_bytes": 2**30},
+        same_weights=True,
+        refusals=((_fit(lt.ActivationOffloading(), lt.ActivationOffloading()), r"ActivationOffloading"),),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from lightning_tricks.callbacks.accumulation import GradientAccumulation
 from lightning_tricks.callbacks.activation_memory import ActivationMemoryMonitor
+from lightning_tricks.callbacks.activation_offloading import ActivationOffloading
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
@@ -36,6 +37,7 @@ from lightning_tricks.callbacks.weight_averaging import (
 __all__ = [
     "ActivationCheckpointing",
     "ActivationMemoryMonitor",
+    "ActivationOffloading",
     "AdaptiveGradientClipping",
     "DropoutScheduler",
     "EarlyGradientRelease",

@@ -83,6 +83,9 @@ class StorageKey(StorageWeakRef):
         (True, False)
     """
 
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StorageKey) and self.cdata == other.cdata
 
@@ -113,7 +116,7 @@ def storages_of(tensor: Tensor) -> dict[StorageKey, int]:
     if tensor.layout is not torch.strided:
         return {}
     storage = tensor.untyped_storage()
-    return {StorageKey(storage): storage.nbytes()}  # type: ignore[no-untyped-call]
+    return {StorageKey(storage): storage.nbytes()}
 
 
 def is_parameter(tensor: Tensor) -> bool:
