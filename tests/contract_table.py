@@ -459,4 +459,14 @@ ROWS = (
         same_weights=True,
         refusals=((_fit(lt.ActivationOffloading(), lt.ActivationOffloading()), r"ActivationOffloading"),),
     ),
+    Row(
+        "ModelCompilation",
+        acting={"backend": "aot_eager"},
+        neutral={"backend": "eager"},
+        same_weights=True,
+        refusals=(
+            (_fit(lt.ModelCompilation(), lt.ModelCompilation()), r"ModelCompilation"),
+            (_fit(lt.ModelCompilation("encoder.*")), r"(?s)encoder.*Block \(3\).*Linear"),
+        ),
+    ),
 )

@@ -244,6 +244,7 @@ def test_names_defaults_and_order_are_as_promised() -> None:
         "device=None)",
         "ScheduleFree": "()",
         "ActivationMemoryMonitor": "()",
+        "ModelCompilation": "(blocks='auto', *, backend='inductor', mode=None)",
         "ActivationOffloading": "(*, min_bytes=4194304)",
         "ActivationCheckpointing": "(blocks='auto', *, mode='blocks', every=1, segment_length='auto', "
         "matmul_share=0.5, budget=None)",

@@ -6,6 +6,7 @@ from lightning_tricks.callbacks.activation_offloading import ActivationOffloadin
 from lightning_tricks.callbacks.adaptive_clipping import AdaptiveGradientClipping
 from lightning_tricks.callbacks.checkpointing import ActivationCheckpointing
 from lightning_tricks.callbacks.clipping import GradientNormClipping, GradientValueClipping
+from lightning_tricks.callbacks.compilation import ModelCompilation
 from lightning_tricks.callbacks.float8 import Float8Training
 from lightning_tricks.callbacks.gradient_flow import GradientMonitor
 from lightning_tricks.callbacks.gradient_release import EarlyGradientRelease
@@ -55,6 +56,7 @@ __all__ = [
     "LossScaleMonitor",
     "LossSpikeGuard",
     "MicroBatching",
+    "ModelCompilation",
     "NonFiniteGuard",
     "PercentileGradientClipping",
     "ScheduleFree",

@@ -47,6 +47,7 @@ __all__ = [
     "Mode",
     "apply_activation_checkpointing",
     "checkpointed_block",
+    "checkpointed_forward",
 ]
 
 Mode = Literal["blocks", "segments", "selective"]
@@ -147,7 +148,7 @@ def apply_activation_checkpointing(
             matmul_share=matmul_share if mode == "selective" else None,
             budget=handle.budget,
         )
-        run = functools.partial(_checkpointed_forward, block, memory)
+        run = functools.partial(checkpointed_forward, block, memory)
         handle._patches.append(patch_(block, "forward", run))
         handle.wrapped.append(name)
     return handle
@@ -186,14 +187,30 @@ def checkpointed_block(module: nn.Module) -> CheckpointedBlock | None:
         True
     """
     forward = vars(module).get("forward")
-    if not isinstance(forward, functools.partial) or forward.func is not _checkpointed_forward:
+    if not isinstance(forward, functools.partial) or forward.func is not checkpointed_forward:
         return None
     memory = forward.args[1]
     assert isinstance(memory, CheckpointedBlock)
     return memory
 
 
-def _checkpointed_forward(block: nn.Module, memory: CheckpointedBlock, /, *args: Any, **kwargs: Any) -> Any:
+def checkpointed_forward(block: nn.Module, memory: CheckpointedBlock, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block as it is checkpointed: what stands in the place of its `forward`.
+
+    Args:
+        block: the block.
+        memory: how it is checkpointed.
+        args: for its own `forward`.
+        kwargs: likewise.
+
+    Returns:
+        What that returns.
+
+    Example:
+        >>> x = torch.ones(1, 2, requires_grad=True)
+        >>> checkpointed_forward(nn.Tanh(), CheckpointedBlock("tanh"), x).shape
+        torch.Size([1, 2])
+    """
     forward = memory.forward_of(block)
     budget = memory.budget
     if not torch.is_grad_enabled():
