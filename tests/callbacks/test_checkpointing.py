@@ -17,11 +17,14 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
 
 import lightning_tricks as lt
+from examples.train_language_model import ByteGPT
 from tests.distributed_cases import checkpointed_under_ddp
 from tests.models import Block, Net, assert_same, fit, loader, seeded, trainer, weights
 
@@ -35,6 +38,10 @@ def tokens() -> dict[str, torch.Tensor]:
 
 def labelled_tokens() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(0, 50, (2, 6)), "labels": torch.tensor([0, 1])}
+
+
+def two_lengths() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(50, (2, 8)), "labels": torch.randint(50, (2, 5))}
 
 
 def images() -> dict[str, torch.Tensor]:
@@ -56,6 +63,13 @@ HUGGING_FACE = {
     "vit": (
         lambda: ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SMALL)),
         images,
+        None,
+    ),
+    "t5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, decoder_start_token_id=0)
+        ),
+        two_lengths,
         None,
     ),
 }
@@ -102,14 +116,76 @@ def test_hugging_face_layers_are_found_and_gradients_equal(mode: str, name: str)
     layers = [
         found
         for found, module in model.named_modules()
-        if type(module).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer", "ViTLayer")
+        if type(module).__name__ in ("GPT2Block", "LlamaDecoderLayer", "BertLayer", "ViTLayer", "T5Block")
     ]
     assert checkpointing._handle.wrapped == layers
-    assert len(layers) == 3
+    assert len(layers) == (6 if name == "t5" else 3)
     assert_same(model.gradients, plain.gradients)
     assert_same(weights(model), weights(plain))
     pattern = HUGGING_FACE[name][2]
     assert pattern is None or layers == [pattern.format(index) for index in range(3)]
+
+
+class ResidualBlock(nn.Module):
+    """As in a ResNet: two convolutions with BatchNorm, and ReLUs that write in place."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x):
+        return torch.relu_(self.body(x) + x)
+
+
+class ResNet(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        stem = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*stem, *(ResidualBlock(8) for _ in range(4)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, 10)
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        return nn.functional.cross_entropy(self.head(self.layers(torch.randn(4, 3, 8, 8))), torch.arange(4))
+
+    def on_after_backward(self) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ExampleGPT(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__(width=32)
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        return self.loss(torch.randint(256, (2, 33)))
+
+    def on_after_backward(self) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [ResNet, ExampleGPT])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resnet_and_the_gpt_of_the_example_equal_bit_for_bit(mode: str, make) -> None:
+    plain = seeded(make)
+    module = copy.deepcopy(plain)
+    checkpointing = lt.ActivationCheckpointing("auto", **MODES[mode])
+    fit(plain, data=torch.zeros(3, 1))
+    fit(module, checkpointing, data=torch.zeros(3, 1))
+    assert len(checkpointing._handle.wrapped) == (4 if make is ResNet else 3)
+    assert_same(module.gradients, plain.gradients)
+    assert_same(weights(module), weights(plain))
 
 
 def test_blocks_are_recomputed_in_training_only() -> None:
