@@ -21,9 +21,9 @@ class ModelCompilation(Trick):
 
     The first step then waits for one block to be compiled instead of the whole model, and what is around the blocks
     stays eager. It goes together with the other tricks in the one order that is right: blocks are checkpointed, then
-    compiled, then sharded by the strategy, whatever the order in the list of callbacks. Segments recompute compiled
-    blocks; a budget measures the blocks as they are, and they are compiled after its choice. Evaluation runs compiled
-    too. After fit the module is as before.
+    compiled, then sharded by the strategy, whatever the order in the list of callbacks. What is recomputed is the
+    compiled block; a budget measures the blocks as they are, and they are compiled after its choice. Evaluation runs
+    compiled too. With gradients a fresh Hugging Face cache is not filled. After fit the module is as before.
 
     Args:
         blocks: which modules to compile, as for `ActivationCheckpointing`.
@@ -38,10 +38,11 @@ class ModelCompilation(Trick):
         MisconfigurationException: at the start of fit, the module is compiled as a whole.
 
     Cost:
-        The compilation, in the first step and in the first evaluation; again for another shape, then with shapes as
-        variables. Blocks in segments or within a budget are compiled for each shape by itself, and run as they are
-        from the ninth on. A number in the block that changes (`DropoutScheduler`) is compiled anew each time, up to
-        eight times. Numbers equal those of the eager block as far as the backend keeps them.
+        The compilation, in the first step and in the first evaluation; again for another shape, then with sizes as
+        variables (in checkpointed blocks from the fifth on). A number in the block that changes (`DropoutScheduler`)
+        is compiled anew each time; after eight times the compiler lets the block run as it is. With ``"selective"``
+        checkpointing so does a block whose forward changes something outside of it. Numbers equal those of the eager
+        block as far as the backend keeps them.
 
     Reference:
         Ansel et al. (2024), "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and

@@ -6,12 +6,13 @@ changes. Here each class of block is compiled once, with its parameters as argum
 Differs:
     `nn.Module.compile` of each block does the same, but does not go together with blocks that are checkpointed in
     segments or within a budget, which have to see the compiled block run. Names, types, state-dict keys and hooks of
-    the blocks stay, since only the instance's `forward` is replaced.
+    the blocks stay, since only the instance's `forward` is replaced. With gradients a fresh Hugging Face cache is not
+    filled.
 
 Cost:
     The compilation, seconds to minutes with ``"inductor"``, when a block first runs, and again for what the compiler
     has to tell apart: training and evaluation, gradients or none, another dtype, other shapes (the second time with
-    shapes as variables), a number in the block that somebody changes.
+    sizes as variables; where the block is recomputed, from the fifth on), a number in the block that somebody changes.
 
 Sharding:
     Applied after checkpointing and before sharding: the collectives of a block stay outside of what is compiled.
@@ -29,8 +30,11 @@ from torch import nn
 from lightning_tricks.functional.blocks import BlockSelector, find_blocks
 from lightning_tricks.functional.checkpointing import CheckpointedBlock, checkpointed_block, checkpointed_forward
 from lightning_tricks.functional.patching import Patch, patch_
+from lightning_tricks.functional.replay import cached_positions, tensors_of
 
 __all__ = ["CompilationHandle", "compile_blocks", "validate_backend"]
+
+_SIZES_AS_CONSTANTS = 4
 
 
 def validate_backend(backend: object, mode: object) -> None:
@@ -134,9 +138,9 @@ def compile_blocks(
             handle.already.append(name)
             continue
         _refuse_inner_checkpointing(name, block)
-        # Segments and budgets run the block, compiled, and see what it saves; else the compiler is shown the
-        # recomputation, and sees to it.
-        beneath = checkpointed if checkpointed is not None and _sees_saved_tensors(checkpointed) else None
+        # A recomputation runs the block, compiled, and sees what it saves. A selection has to see the operations
+        # themselves: there the compiler is shown the recomputation, and sees to it.
+        beneath = checkpointed if checkpointed is not None and checkpointed.matmul_share is None else None
         holder = beneath or block
         wrapper = CompiledBlock(
             vars(holder).get("forward"),
@@ -161,26 +165,53 @@ class BlockCompiler:
     def __init__(self, backend: str | Callable[..., Any], mode: str | None) -> None:
         self._backend = backend
         self._mode = mode
-        self._compiled: dict[tuple[type, bool], Callable[..., Any]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._compiled: dict[tuple[type, tuple[int, ...] | None, bool | None], Callable[..., Any]] = {}
+        self._sizes: dict[type, list[tuple[int, ...]]] = {}  # those that are compiled for themselves
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle takes along: not what is compiled."""
-        return {**vars(self), "_compiled": {}}
+        return {"_backend": self._backend, "_mode": self._mode}
 
-    def of(self, kind: type, *, is_recomputed: bool) -> Callable[..., Any]:
-        """Return what runs blocks of a class, as `_run` does.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def of(self, kind: type) -> Callable[..., Any]:
+        """Return what runs blocks of a class, as `_run` does, for any shapes.
 
         Args:
             kind: the class.
-            is_recomputed: whether the backward pass runs it again, which has to save then what it saved before. Where
-                two compilations of other shapes would do, the compiler takes the one that ran last: there each shape
-                gets its own.
         """
-        key = (kind, is_recomputed)
+        return self._function(kind, None, None)
+
+    def recomputed(self, kind: type, values: Any) -> Callable[..., Any]:
+        """Return what runs blocks of a class in the forward pass, and again in the backward pass.
+
+        The second time it has to save what it saved the first time. Where two compilations would do, the compiler takes
+        the one that ran last; so which one it is follows here from the shapes. The first few have one each, with their
+        sizes as constants; all others one with sizes as variables, by which of them are equal, since the compiler
+        has one variable for equal sizes.
+
+        Args:
+            kind: the class.
+            values: the arguments of the block.
+        """
+        sizes = tuple(size for one in tensors_of(values) for size in (one.dim(), *one.shape))
+        known = self._sizes.setdefault(kind, [])
+        if sizes not in known and len(known) < _SIZES_AS_CONSTANTS:
+            known.append(sizes)
+        if sizes in known:
+            return self._function(kind, sizes, False)
+        return self._function(kind, tuple(sizes.index(size) for size in sizes), True)
+
+    def _function(self, kind: type, sizes: tuple[int, ...] | None, dynamic: bool | None) -> Callable[..., Any]:
+        key = (kind, sizes, dynamic)
         if key not in self._compiled:
-            # The compiler counts compilations by code object, and gives up after a few: each class has its own.
+            # The compiler keeps compilations by code object, and gives up after a few: each function has its own.
             own = types.FunctionType(_run.__code__.replace(), globals(), f"_run_{kind.__name__}")
-            dynamic = False if is_recomputed else None
             self._compiled[key] = torch.compile(own, dynamic=dynamic, backend=self._backend, mode=self._mode)
         return self._compiled[key]
 
@@ -209,7 +240,13 @@ def _compiled_forward(block: nn.Module, wrapper: CompiledBlock, /, *args: Any, *
     if torch.compiler.is_compiling() or is_measured:  # by a parent; or what is measured is the block itself
         forward = wrapper.forward or functools.partial(type(block).forward, block)
         return forward(*args, **kwargs)
-    run = wrapper.compiler.of(type(block), is_recomputed=wrapper.is_recomputed)
+    if torch.is_grad_enabled():  # a cache serves generation; each layer that fills its part of it is compiled by itself
+        args = tuple(_without_fresh_cache(block, value) for value in args)
+        kwargs = {key: _without_fresh_cache(block, value) for key, value in kwargs.items()}
+    if wrapper.is_recomputed and torch.is_grad_enabled():
+        run = wrapper.compiler.recomputed(type(block), (args, kwargs))
+    else:
+        run = wrapper.compiler.of(type(block))
     return run(block, wrapper.checkpointed, None if wrapper.checkpointed else wrapper.forward, args, kwargs)
 
 
@@ -221,6 +258,10 @@ def _run(
     if own_forward is not None:
         return own_forward(*args, **kwargs)
     return type(block).forward(block, *args, **kwargs)
+
+
+def _without_fresh_cache(block: nn.Module, value: Any) -> Any:
+    return None if cached_positions(block, value) == 0 else value
 
 
 def _compiled(module: nn.Module) -> Iterator[tuple[Any, CompiledBlock]]:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_tricks.functional.activation_memory import active_measurements, recomputed_for
 
-__all__ = ["BlockMemory", "Replay", "Surroundings", "tensors_of", "training_flags", "without_cache"]
+__all__ = ["BlockMemory", "Replay", "Surroundings", "cached_positions", "tensors_of", "training_flags", "without_cache"]
 
 
 @dataclass
@@ -215,6 +215,26 @@ class Surroundings:
             yield
 
 
+def cached_positions(block: nn.Module, value: Any) -> int | None:
+    """Return how many positions a Hugging Face key-value cache holds for a block, None for what is no cache.
+
+    Args:
+        block: what is given it.
+        value: an argument of its forward.
+
+    Example:
+        >>> cached_positions(nn.Linear(2, 2), 3) is None
+        True
+    """
+    if not hasattr(value, "get_seq_length") or not any(base.__name__ == "Cache" for base in type(value).__mro__):
+        return None  # in this order, since the compiler does not walk the bases of a bool
+    layer = next((part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
+    try:
+        return int(value.get_seq_length(layer))  # other layers may have filled their own part in this same pass
+    except ValueError:  # a recurrent layer's part has no length
+        return 0
+
+
 def without_cache(block: nn.Module, value: Any) -> Any:
     """Return None for a fresh Hugging Face key-value cache, which serves generation, and anything else as it is.
 
@@ -229,13 +249,9 @@ def without_cache(block: nn.Module, value: Any) -> Any:
         >>> without_cache(nn.Linear(2, 2), 3)
         3
     """
-    if not any(base.__name__ == "Cache" for base in type(value).__mro__) or not hasattr(value, "get_seq_length"):
+    length = cached_positions(block, value)
+    if length is None:
         return value
-    layer = next((part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
-    try:
-        length = int(value.get_seq_length(layer))  # other layers may have filled their own part in this same pass
-    except ValueError:  # a recurrent layer's part has no length
-        length = 0
     if length:
         raise RuntimeError(
             f"{type(block).__name__} is checkpointed and was given a cache of {length} positions: recomputing the "

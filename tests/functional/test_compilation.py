@@ -1,6 +1,7 @@
 """Compiled blocks: one compilation for those that are alike, and the same gradients with every recomputation."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -99,7 +100,8 @@ def test_keywords_and_nested_outputs() -> None:
     assert_equal(*results)
 
 
-def test_a_recomputation_runs_what_the_forward_pass_ran() -> None:
+@pytest.mark.parametrize("mode", ["blocks", "segments"])
+def test_a_recomputation_runs_what_the_forward_pass_ran(mode: str) -> None:
     """Where two compilations would do, the compiler takes the one that ran last, which may save other tensors."""
     ran: list[int] = []
 
@@ -107,18 +109,22 @@ def test_a_recomputation_runs_what_the_forward_pass_ran() -> None:
         number = next(numbers)
         return lambda *values: ran.append(number) or graph(*values)
 
-    numbers = iter(range(100))
+    numbers = itertools.count()
     encoder, decoder = Stack(Block, 2), Stack(Block, 2)  # as in T5, of one class
     module = nn.ModuleList([encoder, decoder])
-    apply_activation_checkpointing(module, mode="segments", segment_length=1)
-    compile_blocks(module, backend=backend)
-    for long, short in ((4, 4), (4, 3), (5, 4)):
+    apply_activation_checkpointing(module, Block, mode=mode, segment_length=1)
+    compile_blocks(module, Block, backend=backend)
+    for step, (long, short) in enumerate([(4, 4), (4, 3), (5, 4), (7, 6), (8, 9), (3, 10), (10, 1), (12, 7), (13, 14)]):
         ran.clear()
         x, y = torch.randn(long, 8, requires_grad=True), torch.randn(short, 8, requires_grad=True)
         loss = encoder(x).mean() + decoder(y).mean()
         forward = list(ran)
         loss.backward()
+        assert len(forward) == 4
         assert ran[len(forward) :] == forward[::-1]
+        if step == 4:
+            compiled = next(numbers)
+    assert next(numbers) <= compiled + 3  # other sizes are variables: with 8, without, and 1
 
 
 def test_what_a_segment_holds_is_as_without_compilation() -> None:
