@@ -113,6 +113,13 @@ def test_the_tests_that_it_names_exist() -> None:
     assert {name for name in named if f"def {name}(" not in written} == set()
 
 
+def test_modes_of_the_readme_are_those_that_are_measured() -> None:
+    from tests.benchmarks.activation import MODES
+
+    between = README.split("<!-- modes -->")[1].split("<!-- /modes -->")[0]
+    assert re.findall(r"^\| ([^|]+?) \|", between, flags=re.MULTILINE)[2:] == list(MODES)
+
+
 def test_benchmarks_of_the_readme_are_those_that_run() -> None:
     from tests.benchmarks.__main__ import BENCHMARKS
 

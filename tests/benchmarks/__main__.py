@@ -14,6 +14,7 @@ from rich.table import Table
 
 import lightning_tricks as lt
 from tests.benchmarks.accumulation import early_release, exact_accumulation, reductions
+from tests.benchmarks.activation import budgets, extra_time, growth, held, resident_memory
 from tests.benchmarks.averaging import average_swap, average_update
 from tests.benchmarks.guards import gradient_monitor, guards, snapshot
 from tests.benchmarks.sharding import accumulated_step_time, bytes_of_ranks, collectives, step_time
@@ -81,6 +82,11 @@ BENCHMARKS = (
     Benchmark("clipping, loss-scale monitor and schedule against none, on a step of 20 ms", three_callbacks),
     Benchmark("`grad/norm` against Lightning's `self.log_dict(grad_norm(self, 2))`, 200 tensors", norm_logging),
     Benchmark("a step with `ActivationCheckpointing` against none (it recomputes)", checkpointing),
+    Benchmark("peak memory of the process above before, 64 MLP blocks in segments against plain", resident_memory),
+    Benchmark("activations held at the end of the forward pass, the same", held),
+    Benchmark("growth of what is held with N blocks as an exponent, in segments and plain", growth),
+    Benchmark("time that segments add to a step, the same", extra_time),
+    Benchmark("held under a budget of 75%, 50% and 25%, and the time to recompute", budgets),
     Benchmark(
         "a window of 4 with `GradientAccumulation` against `Trainer(accumulate_grad_batches=4)`", exact_accumulation
     ),
